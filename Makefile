@@ -1,0 +1,49 @@
+# Every target makes or refreshes .venv first; all that is needed beforehand is Python 3.11 and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Two cores, several processes: more threads than this only get in each other's way.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test slow lint bench ci clean
+
+# Trains GPT-2 on four processes under a plan that autopar makes, beside the same model on one.
+demo: $(VENV)/.stamp
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py
+
+test: $(VENV)/.stamp
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+slow: $(VENV)/.stamp
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(VENV)/.stamp-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+# Time to plan GPT-2 of several sizes for several clusters.
+bench: $(VENV)/.stamp
+	$(BIN)/python examples/benchmark.py $(ARGS)
+
+ci:
+	.ci/run
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# --no-build-isolation: the pinned setuptools of the venv builds the package, nothing is fetched
+# twice.  The constraints keep torch at the pinned version.
+$(VENV)/.stamp: pyproject.toml tests/requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -c tests/requirements.txt setuptools torch
+	$(PIP) -c tests/requirements.txt --no-build-isolation -e ".[test,demo]"
+	touch $@
+
+$(VENV)/.stamp-lint: $(VENV)/.stamp .ci/requirements.txt
+	$(PIP) -c tests/requirements.txt -r .ci/requirements.txt
+	touch $@

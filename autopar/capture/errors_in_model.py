@@ -1,0 +1,62 @@
+"""Errors of the user's model while it is traced, as text that names the user's own line."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from autopar.capture.interception import is_user_file
+from autopar.errors import CaptureError
+from autopar.torch_compat import data_dependent_errors
+
+_WAYS_OUT = (
+    "rewrite it with torch.where or a mask, decide it from sizes or from a Python number in the "
+    "config, or leave it out of training (for example under `if not torch.compiler.is_compiling()`)"
+)
+
+
+def capture_error(error: BaseException, *, entry_function: str, what: str) -> CaptureError:
+    """A :class:`CaptureError` for an exception that came out of the trace.
+
+    Args:
+        error: The exception.
+        entry_function: Name of our function that calls the model; frames above it are the
+            caller's, not the model's.
+        what: What was called, such as ``"GPT2LMHeadModel.forward"``.
+    """
+    frame = _deepest_user_frame(error.__traceback__, entry_function)
+    where = _describe(frame) if frame is not None else "inside torch, while its graph was made"
+    if isinstance(error, data_dependent_errors()):
+        return CaptureError(
+            f"{what} can't be captured: it decides by the value of a tensor\n  at {where}\n"
+            f"A plan is made before there are values; {_WAYS_OUT}. ({_first_line(error)})"
+        )
+    return CaptureError(
+        f"{what} raised {type(error).__name__}: {error}\n  at {where}\n"
+        "while it was traced on tensors without data; if the same call works without autopar, "
+        "the line needs values or a device that tracing does not have."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".strip()
+
+
+def _deepest_user_frame(
+    trace: TracebackType | None, entry_function: str
+) -> traceback.FrameSummary | None:
+    found, entered = None, False
+    for frame in traceback.extract_tb(trace):
+        if frame.name == entry_function and not is_user_file(frame.filename):
+            entered = True
+        elif entered and is_user_file(frame.filename):
+            found = frame
+    return found
+
+
+def _describe(frame: traceback.FrameSummary) -> str:
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{Path(frame.filename)}:{frame.lineno} in {frame.name}: `{line}`"

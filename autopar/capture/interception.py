@@ -1,0 +1,132 @@
+"""What capture does to torch calls of the model while it is traced.
+
+:class:`Interception` is a function mode: it puts the neutral attention operator in the place of
+``scaled_dot_product_attention``, which otherwise becomes another operator on every device, and
+notes the user's source line for the nodes that a call makes. :func:`module_scopes` notes the path
+of the module that is being called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture import neutral
+from autopar.torch_compat import annotate_next_nodes
+
+_OWN_PACKAGES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),
+)
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is neither torch's, autopar's nor generated."""
+    return not filename.startswith(_OWN_PACKAGES) and not filename.startswith("<")
+
+
+class Interception(TorchFunctionMode):
+    """Puts in neutral attention and records source lines; active while a model is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_user: dict[CodeType, bool] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Call ``func``, or the neutral operator that stands for it."""
+        annotate_next_nodes(source=self._source_line(sys._getframe(1)))
+        if func is functional.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        return func(*args, **(kwargs or {}))
+
+    def _source_line(self, frame: FrameType | None) -> str:
+        while frame is not None:
+            code = frame.f_code
+            known = self._is_user.get(code)
+            if known is None:
+                known = self._is_user[code] = is_user_file(code.co_filename)
+            if known:
+                return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+            frame = frame.f_back
+        return ""
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` by the neutral operator.
+
+    Leading dims other than (batch, heads) are folded into the batch. ``enable_gqa`` needs nothing:
+    the neutral operator reads fewer key heads by itself.
+    """
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    shared_heads = query.dim() >= 3 and (enable_gqa or query.shape[-3] == key.shape[-3])
+    if not shared_heads:  # heads broadcast, or there are none
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+        query, key, value = (x.unsqueeze(-3) for x in (query, key, value))
+        attn_mask = attn_mask.unsqueeze(-3) if attn_mask is not None and attn_mask.dim() > 2 else attn_mask
+    batch = lead.numel()
+    q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(batch, *x.shape[-3:]) for x in (query, key, value))
+    if attn_mask is not None and attn_mask.dim() > 2 and len(lead) != 1:
+        mask_lead = attn_mask.shape[:-3]
+        if mask_lead.numel() > 1:
+            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:])
+            attn_mask = attn_mask.reshape(batch, *attn_mask.shape[-3:])
+        else:
+            attn_mask = attn_mask.reshape(attn_mask.shape[-3:])
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    sizes = [batch, q.shape[1], q.shape[2], k.shape[2]]
+    # the random key and the operator's id are put in after tracing
+    out, _ = torch.ops.autopar.attention(
+        q, k, v, attn_mask, None, is_causal, 0, factor, dropout_p, 0, sizes, [0, 0, 0, 0]
+    )
+    out = out.reshape(*lead, *out.shape[1:])
+    return out if shared_heads else out.squeeze(-3)
+
+
+@contextlib.contextmanager
+def module_scopes(root: torch.nn.Module) -> Iterator[None]:
+    """Annotate new fx nodes with the path of the innermost module of ``root`` being called."""
+    names = {id(module): name for name, module in reversed(list(root.named_modules()))}
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, _: object) -> None:
+        stack.append(names.get(id(module), stack[-1] if stack else ""))
+        annotate_next_nodes(scope=stack[-1])
+
+    def leave(module: torch.nn.Module, _: object, __: object) -> None:
+        stack.pop()
+        annotate_next_nodes(scope=stack[-1] if stack else "")
+
+    hooks = torch.nn.modules.module
+    before = hooks.register_module_forward_pre_hook(enter)
+    after = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+__all__ = ["Interception", "is_user_file", "module_scopes", "neutral"]

@@ -1,0 +1,311 @@
+"""Capture: a module and one call become a joint forward and backward program.
+
+The module's parameters, buffers and inputs are replaced by fake CPU tensors while it is traced,
+so that a model on the meta device, on a GPU or on the CPU gives the same program, no memory is
+used and the module is left as it was. The program is traced by torch's ahead-of-time export,
+lowered to :class:`autopar.ir.graph.Graph` and normalised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
+from autopar.capture.errors_in_model import capture_error
+from autopar.capture.interception import Interception, module_scopes
+from autopar.capture.lower import Roles, lower
+from autopar.capture.normalise import normalise
+from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
+from autopar.capture.torch_ops import meta_of
+from autopar.errors import AutoparError, ConfigError
+from autopar.ir.graph import Graph, InputKind, TensorMeta
+from autopar.ir.hashing import graph_hash
+from autopar.ir.verify import verify_graph
+from autopar.torch_compat import JointTrace, export_joint, fake_mode, state_tables
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A model and the shape of its call as a program.
+
+    Attributes:
+        graph: The joint program, normalised.
+        hash: Hash of the program's content; equal for equal models, wherever they live.
+        training: Whether there is a backward.
+        has_loss: Whether the backward starts at one scalar; else every floating-point output has
+            a tangent input.
+        loss_path: Where the loss stands in the model's result; None if a loss function made it.
+        output_spec: Structure of the model's result; its tensors are found by path.
+        input_metas: Shape and dtype of the user's inputs by path, in order.
+        static_inputs: Arguments that are no tensors, by path; the program holds for these values.
+        dropped_outputs: ``"path (class)"`` of entries of the result that can't be taken apart.
+        constants: Tensors of the program's constant inputs by name.
+        assumptions: What the program takes for granted, for the report.
+    """
+
+    graph: Graph
+    hash: str
+    training: bool
+    has_loss: bool
+    loss_path: str | None
+    output_spec: Structure
+    input_metas: Mapping[str, TensorMeta]
+    static_inputs: Mapping[str, object]
+    dropped_outputs: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    assumptions: tuple[str, ...]
+
+    @property
+    def input_paths(self) -> tuple[str, ...]:
+        """Paths of the user's tensors, in the order of the call."""
+        return tuple(self.input_metas)
+
+
+@dataclass(slots=True)
+class _Result:
+    """What the traced call returned, noted while it runs."""
+
+    structure: Structure | None = None
+    paths: list[str] = field(default_factory=list)
+    loss_path: str | None = None
+    has_loss: bool = False
+
+
+class _TracedCall(torch.nn.Module):
+    """The call as a module of flat tensors that returns a flat tuple."""
+
+    def __init__(
+        self, model: torch.nn.Module, call: ModelCall, loss: LossFunction | None, training: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self._call = call
+        self._paths = tuple(call.tensors())
+        self._loss = loss
+        self._train = training
+        self.result = _Result()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by_path = dict(zip(self._paths, tensors, strict=True))
+        call = self._call.with_tensors(lambda path, _: by_path[path])
+        output = self.model(*call.args(), **call.kwargs())
+        structure, found = flatten(output, root="output")
+        result = _Result(structure)
+        traced: list[torch.Tensor] = []
+        loss = self._find_loss(output, call, result)
+        if loss is not None:
+            result.has_loss = True
+            traced.append(loss)
+            result.paths.append(result.loss_path or "loss")
+        for path, tensor in found.items():
+            if path != result.loss_path or loss is None:
+                # a copy: no output is then a view of another one, which tracing would replay
+                traced.append((tensor.detach() if result.has_loss else tensor).clone())
+                result.paths.append(path)
+        self.result = result
+        return tuple(traced)
+
+    def _find_loss(self, output: object, call: ModelCall, result: _Result) -> torch.Tensor | None:
+        if self._loss is not None:
+            loss = self._loss(output, call.batch())
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+                raise ConfigError(f"loss= must return a scalar tensor, got {got}; reduce it")
+            if self._train and not loss.requires_grad:
+                raise ConfigError(
+                    "loss= returned a tensor that depends on no trainable parameter; "
+                    "compute it from the model's output without detach()"
+                )
+            return loss
+        found = find_loss(output, training=self._train)
+        if found is None:
+            return None
+        result.loss_path = found[0]
+        return found[1]
+
+
+def capture(
+    model: torch.nn.Module,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    loss: LossFunction | None = None,
+    batch: object = None,
+    train: bool = True,
+) -> Captured:
+    """The program of one training step of ``model(*args, **kwargs)``.
+
+    Args:
+        model: Any module, on any device, also meta; it keeps its train or eval mode.
+        args: Positional arguments: tensors (only shape and dtype matter), numbers, nestings.
+        kwargs: Keyword arguments.
+        loss: ``loss(output, batch)``, a scalar. Without it the loss is looked for in the result:
+            its field ``loss``, else the result itself or its first entry that is a scalar.
+        batch: What ``loss`` gets as second argument. Without it: the only positional argument,
+            the tuple of positional arguments, the dict of keyword arguments, or a pair of both.
+        train: False gives the forward alone.
+
+    Raises:
+        CaptureError: The model's code fails or decides by values; names the line.
+        ConfigError: The inputs do not fit, or nothing can be trained.
+    """
+    call = bind_call(model, args, kwargs or {}, batch=batch)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if train and not trained:
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter: there is nothing to "
+            "differentiate; set requires_grad=True on a parameter, or capture with train=False"
+        )
+    assumptions: list[str] = []
+    mode = fake_mode()
+    traced = _TracedCall(model, call, loss, train)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_fake_state(model, mode, train=train))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_neutral_autocast(assumptions))
+        stack.enter_context(torch.set_grad_enabled(train))
+        stack.enter_context(_no_fast_paths())
+        stack.enter_context(module_scopes(model))
+        fakes = [_fake(tensor, mode) for tensor in call.tensors().values()]
+        trace = _export(traced, fakes)
+        roles = _roles(model, call, traced.result)
+        lowered = lower(trace, roles)
+    graph = normalise(lowered.graph)
+    verify_graph(graph)
+    return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
+
+
+def _captured(
+    call: ModelCall,
+    result: _Result,
+    graph: Graph,
+    constants: Mapping[str, torch.Tensor],
+    assumptions: list[str],
+    *,
+    train: bool,
+) -> Captured:
+    assert result.structure is not None, "the model was not called"
+    dropped = tuple(
+        f"{leaf.path} ({leaf.type_name})"
+        for leaf in leaves(result.structure)
+        if isinstance(leaf, DroppedLeaf)
+    )
+    used = {i.name for i in graph.of_kind(InputKind.CONSTANT)}
+    captured = Captured(
+        graph=graph,
+        hash=graph_hash(graph),
+        training=train,
+        has_loss=result.has_loss,
+        loss_path=result.loss_path,
+        output_spec=result.structure,
+        input_metas={path: meta_of(t) for path, t in call.tensors().items()},
+        static_inputs=call.statics(),
+        dropped_outputs=dropped,
+        constants={name: value for name, value in constants.items() if name in used},
+        assumptions=tuple(assumptions),
+    )
+    logger.info(
+        "captured: nodes=%d inputs=%d loss=%s hash=%s",
+        len(graph.nodes), len(graph.inputs), captured.loss_path, captured.hash,
+    )  # fmt: skip
+    return captured
+
+
+def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
+    try:
+        with Interception():
+            return export_joint(traced, fakes)
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever the user's code raises becomes one clear error
+        what = f"{type(traced.model).__name__}.forward"
+        raise capture_error(error, entry_function="forward", what=what) from error
+
+
+def _roles(model: torch.nn.Module, call: ModelCall, result: _Result) -> Roles:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        aliases.setdefault(id(buffer), []).append(name)
+    return Roles(
+        prefix="model.",
+        user_paths=tuple(call.tensors()),
+        output_paths=tuple(result.paths),
+        has_loss=result.has_loss,
+        tied=tuple(tuple(names) for names in aliases.values() if len(names) > 1),
+        trainable=frozenset(
+            name
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p.requires_grad
+        ),
+    )
+
+
+def _fake(tensor: torch.Tensor, mode: AbstractContextManager[object]) -> torch.Tensor:
+    # dense and on the CPU, whatever the original: a plan may not depend on strides or devices
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def _fake_state(
+    model: torch.nn.Module, mode: AbstractContextManager[object], *, train: bool
+) -> Iterator[None]:
+    """Replace parameters and buffers of all modules by fakes; put the originals back at the end."""
+    fakes: dict[int, torch.Tensor] = {}
+    saved: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for table in state_tables(module):
+                for name, tensor in list(table.items()):
+                    if tensor is None:
+                        continue
+                    fake = fakes.get(id(tensor))
+                    if fake is None:
+                        fake = _fake(tensor, mode)
+                        if isinstance(tensor, torch.nn.Parameter):
+                            needs_grad = tensor.requires_grad and train
+                            fake = torch.nn.Parameter(fake, requires_grad=needs_grad)
+                        fakes[id(tensor)] = fake
+                    saved.append((table, name, tensor))
+                    table[name] = fake
+        yield
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def _neutral_autocast(assumptions: list[str]) -> Iterator[None]:
+    """Autocast that is on for CUDA, applied to the CPU fakes."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    dtype = torch.get_autocast_dtype("cuda")
+    assumptions.append(f"autocast to {dtype} follows the CPU's list of operators")
+    with torch.autocast("cpu", dtype=dtype):
+        yield
+
+
+@contextlib.contextmanager
+def _no_fast_paths() -> Iterator[None]:
+    """Inference kernels that swallow whole encoder layers stay off."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,201 @@
+"""The command line: parse, call the API, print. ``python -m autopar --help`` lists the commands.
+
+A model is named as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``. The function returns the model and
+one global batch, ``(model, inputs)``; if it has a parameter ``batch``, ``--batch`` is handed to it.
+
+Exit codes: 0 done; 2 the user can mend it (the message says how); 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import autopar
+from autopar.errors import AutoparError, ConfigError
+from autopar.plan.io import Json, json_record, load_plan, plan_hash, save_plan
+from autopar.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from autopar.plan.types import Plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return cast("Callable[[argparse.Namespace], int]", args.run)(args)
+    except AutoparError as error:
+        if args.debug:
+            raise
+        print(f"autopar: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output, such as "head", has gone
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODULE:FUNCTION", help="returns (model, inputs)")
+    model.add_argument("--batch", type=int, help="handed to FUNCTION as its parameter 'batch'")
+    saved = argparse.ArgumentParser(add_help=False)
+    saved.add_argument("--accept-edits", action="store_true", help="take a plan edited by hand")
+
+    parser = argparse.ArgumentParser(prog="autopar", description=autopar.__doc__)
+    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", parents=[model, common], help="make a plan for a model")
+    plan.add_argument("--devices", required=True, help="a count, '4x8:h100-sxm', or a cluster file")
+    plan.add_argument("--memory-limit", metavar="AMOUNT", help="bytes per device, such as 16GiB")
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.set_defaults(run=_plan)
+
+    report = commands.add_parser("report", parents=[saved, common], help="print a saved plan")
+    report.add_argument("plan", metavar="PLAN.json")
+    report.set_defaults(run=_report)
+
+    verify = commands.add_parser(
+        "verify", parents=[model, saved, common], help="compare a plan's numbers with one device"
+    )
+    verify.add_argument("plan", metavar="PLAN.json")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from autopar import api  # here, since torch takes seconds and "report" does without
+
+    model, inputs = load_model(args.model, args.batch)
+    devices = int(args.devices) if args.devices.isdecimal() else args.devices
+    compiled = api.compile(
+        model,
+        devices=devices,
+        inputs=inputs,
+        memory_limit=None if args.memory_limit is None else _bytes(args.memory_limit),
+    )
+    plan = cast("Plan", compiled.plan)
+    if args.output:
+        save_plan(plan, args.output)
+    _show(plan, as_json=args.json)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    _show(load_plan(args.plan, accept_edits=args.accept_edits), as_json=args.json)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    plan = load_plan(args.plan, accept_edits=args.accept_edits)
+    from autopar import api  # after a damaged plan was refused: torch takes seconds
+
+    model, inputs = load_model(args.model, args.batch)
+    result = api.verify(model, plan, inputs)
+    print(json.dumps(json_record(result), indent=1) if args.json else result)
+    return 0
+
+
+def _show(plan: Plan, *, as_json: bool) -> None:
+    from autopar.report.text import print_plan  # rich takes a tenth of a second
+
+    if as_json:
+        print(json.dumps(plan_summary(plan), indent=1))
+    else:
+        print_plan(plan)
+
+
+def plan_summary(plan: Plan) -> dict[str, Json]:
+    """The plan without its splits, for programs: plain values, units in the names."""
+    table = json_record(plan)
+    del table["splits"]
+    table["hash"] = plan_hash(plan)
+    table["num_ranks"] = plan.mesh.num_ranks
+    table["idle_ranks"] = list(range(plan.mesh.num_ranks, plan.num_devices))
+    return table
+
+
+def load_model(name: str, batch: int | None) -> tuple[torch.nn.Module, Mapping[str, object]]:
+    """Call the user's function that returns a model and a batch.
+
+    Args:
+        name: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``; modules are looked up from the current
+            folder first, as Python's ``-m`` does.
+        batch: For the function's parameter ``batch``; None leaves its default.
+
+    Raises:
+        ConfigError: There is no such module or function, or it returns something else.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    if not module_name:
+        raise ConfigError(f"{name!r} names no function; write MODULE:FUNCTION or FILE.py:FUNCTION")
+    function = getattr(_import(module_name), function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{module_name} has no function {function_name!r}; check the spelling")
+    if batch is None:
+        result = function()
+    elif "batch" in inspect.signature(function).parameters:
+        result = function(batch=batch)
+    else:
+        raise ConfigError(f"{name} has no parameter 'batch'; add one, or leave --batch out")
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(
+            f"{name} returned {type(result).__name__}, not a pair; return (model, inputs)"
+        )
+    return cast("tuple[torch.nn.Module, Mapping[str, object]]", result)
+
+
+def _import(name: str) -> object:
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {name}; check the path")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{name} can't be imported; name a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        _look_in(path.resolve().parent)  # as for a script: it may import what lies beside it
+        spec.loader.exec_module(module)
+        return module
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # the user's module is there, something that it imports is not
+        raise ConfigError(f"there is no module {name!r}; check the spelling") from None
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit: {error}") from None

@@ -1,0 +1,142 @@
+"""One accelerator model: peak rates, memory, and what share of the peak real kernels reach.
+
+Rates are dense (without sparsity). ``float32`` is the rate of plain float32 arithmetic, which is
+torch's default for matmuls; TF32 has a key of its own that nothing uses unless a user's cluster
+file puts it under ``float32``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autopar.errors import ConfigError
+
+MIN_TILE = 16  # edge of a tensor-core fragment
+
+
+class DeviceKind(StrEnum):
+    """What torch calls the device type."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EfficiencyCurve:
+    """Share of the data-sheet peak that a kernel of a given size reaches.
+
+    A matmul of ``b x (m, k) @ (k, n)`` is cut into ``b * ceil(m / tile) * ceil(n / tile)`` output
+    tiles. It reaches ``matmul_fraction * tiles / (tiles + half_tiles) * k / (k + half_k)`` of the
+    peak: few tiles leave multiprocessors idle, a short ``k`` does not hide the start of each tile.
+    Where k is beyond ``split_k`` the tiles are cut along k as well. Sizes below a tile take a
+    smaller one: the next power of two, at least ``MIN_TILE``.
+
+    Attributes:
+        matmul_fraction: Of large matmuls, in (0, 1].
+        attention_fraction: Of fused attention, forward, in (0, 1].
+        conv_fraction: Of large convolutions, in (0, 1].
+        memory_fraction: Of the memory bandwidth, for streaming kernels, in (0, 1].
+        tile: Edge of an output tile, in elements.
+        half_tiles: Tiles at which half of the fraction is reached.
+        half_k: Inner size at which half of the fraction is reached.
+        split_k: Inner size that one tile works on at most.
+    """
+
+    matmul_fraction: float = 0.72
+    attention_fraction: float = 0.45
+    conv_fraction: float = 0.5
+    memory_fraction: float = 0.85
+    tile: int = 128
+    half_tiles: float = 40.0
+    half_k: float = 64.0
+    split_k: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("matmul_fraction", "attention_fraction", "conv_fraction", "memory_fraction"):
+            value = getattr(self, name)
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(f"EfficiencyCurve: {name} is {value}, not in (0, 1]")
+        if self.tile < 1 or self.split_k < 1 or self.half_tiles < 0 or self.half_k < 0:
+            raise ConfigError(
+                f"EfficiencyCurve: tile {self.tile} and split_k {self.split_k} must be at least 1, "
+                f"half_tiles {self.half_tiles} and half_k {self.half_k} at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one CPU process.
+
+    Attributes:
+        name: Such as ``"h100-sxm"``.
+        kind: Device type.
+        peak_flops: Dense FLOP/s by dtype name, sorted by name. A dtype that is missing runs at the
+            rate of float32 (hardware without bfloat16 emulates it).
+        memory_bytes: What the driver reports as the total.
+        reserved_bytes: Part of it that a plan may not use: context, libraries, fragmentation.
+        memory_bandwidth_bytes_per_s: Data-sheet bandwidth of the device's memory.
+        launch_overhead_s: Seconds that each kernel costs whatever its size.
+        curve: Share of the peaks that kernels reach.
+        source: Where the figures come from.
+    """
+
+    name: str
+    kind: DeviceKind
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_overhead_s: float
+    source: str
+    reserved_bytes: int = 0
+    curve: EfficiencyCurve = EfficiencyCurve()
+
+    def __post_init__(self) -> None:
+        if "float32" not in dict(self.peak_flops):
+            raise ConfigError(
+                f"device {self.name!r}: peak_flops lists {[d for d, _ in self.peak_flops]}, "
+                "float32 must be among them"
+            )
+        numbers = {
+            "memory_bytes": self.memory_bytes,
+            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+            **{f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops},
+        }
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ConfigError(f"device {self.name!r}: {name} is {value}, must be above 0")
+        if self.launch_overhead_s < 0:
+            raise ConfigError(
+                f"device {self.name!r}: launch_overhead_s is {self.launch_overhead_s}, "
+                "must be at least 0"
+            )
+        if not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise ConfigError(
+                f"device {self.name!r}: reserved_bytes is {self.reserved_bytes}, "
+                f"must be at least 0 and below memory_bytes ({self.memory_bytes})"
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a plan may fill."""
+        return self.memory_bytes - self.reserved_bytes
+
+    def peak_flops_for(self, dtype: str) -> float:
+        """Dense FLOP/s of arithmetic in ``dtype``; that of float32 if the device lacks it."""
+        rate = fallback = 0.0
+        for name, value in self.peak_flops:
+            if name == dtype:
+                rate = value
+            if name == "float32":
+                fallback = value
+        return rate or fallback
+
+
+def rates(table: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """``table`` in the form of :attr:`Device.peak_flops`.
+
+    >>> rates({"float32": 2.0, "bfloat16": 8.0})
+    (('bfloat16', 8.0), ('float32', 2.0))
+    """
+    return tuple(sorted(table.items()))

@@ -1,0 +1,320 @@
+"""Cluster files: JSON that describes devices, machines and links.
+
+::
+
+    {
+      "format": "autopar-cluster", "version": 1,
+      "devices": {                                  # optional; presets are known by name
+        "lab-gpu": {
+          "based_on": "a100-80gb",                  # optional: take the rest from this preset
+          "kind": "cuda",
+          "peak_flops": {"float32": 1.9e13, "bfloat16": 3.1e14},
+          "memory": "80GiB",                        # bytes, or text
+          "reserved": "4GiB",
+          "memory_bandwidth_bytes_per_s": 2.0e12,
+          "launch_overhead_s": 4e-6,
+          "efficiency": {"matmul_fraction": 0.7},   # fields of EfficiencyCurve
+          "source": "our own measurements"
+        }
+      },
+      "machines": [
+        {
+          "count": 4, "devices": 8, "device": "lab-gpu",
+          "intra": {"kind": "nvlink", "latency_s": 3e-6, "bandwidth_bytes_per_s": 2.2e11},
+          "inter": {"kind": "infiniband", "latency_s": 8e-6, "bandwidth_bytes_per_s": 2.2e10}
+        }
+      ]
+    }
+
+``intra`` and ``inter`` may be left out where the device is a preset or based on one. Bandwidths
+are per device and direction (see :mod:`autopar.cluster.topology`). Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from autopar.cluster.device import Device, DeviceKind, EfficiencyCurve, rates
+from autopar.cluster.presets import ALIASES, PRESETS, Preset
+from autopar.cluster.topology import Cluster, Link, LinkKind, Machine
+from autopar.errors import ConfigError
+from autopar.units import parse_bytes
+
+FORMAT = "autopar-cluster"
+VERSION = 1
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """The cluster that a file describes.
+
+    Raises:
+        ConfigError: The file can't be read, is not JSON, or an entry is missing, unknown or out
+            of range; the text names file and entry.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cluster file {str(path)!r} can't be read: {reason}; check the path"
+        ) from None
+    try:
+        data: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"cluster file {str(path)!r} is not JSON: {error}") from None
+    return cluster_from_data(data, where=f"cluster file {str(path)!r}")
+
+
+def cluster_from_data(data: object, *, where: str) -> Cluster:
+    """The cluster in parsed JSON; ``where`` starts every error text."""
+    top = _Entry(where, data, {"format", "version", "devices", "machines", "assumptions"})
+    if top.get("format") != FORMAT or top.get("version") != VERSION:
+        raise ConfigError(
+            f"{where}: has format {top.get('format')!r} version {top.get('version')!r}, "
+            f"expected {FORMAT!r} version {VERSION}"
+        )
+    presets = dict(PRESETS)
+    bare: dict[str, Device] = {}
+    devices = top.get("devices", {})
+    if not isinstance(devices, dict):
+        raise ConfigError(f"{where}: devices is a {type(devices).__name__}, must be an object")
+    for name, value in devices.items():
+        device, base = _device(f"{where}: devices[{name!r}]", name, value)
+        presets.pop(name, None)
+        if base is None:
+            bare[name] = device
+        else:
+            presets[name] = replace(base, device=device)
+    machines: list[Machine] = []
+    rows = top.require("machines")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{where}: machines must be a list with at least 1 entry")
+    for index, value in enumerate(rows):
+        machines += _machines(f"{where}: machines[{index}]", value, presets, bare)
+    notes = top.get("assumptions", [])
+    if not isinstance(notes, list) or not all(isinstance(n, str) for n in notes):
+        raise ConfigError(f"{where}: assumptions must be a list of texts")
+    return Cluster(machines=tuple(machines), assumptions=(*notes, f"figures from {where}"))
+
+
+def dump_cluster(cluster: Cluster) -> str:
+    """JSON text that :func:`load_cluster` reads back as an equal cluster (but for assumptions).
+
+    Devices are written whole, so that the file does not change its meaning with the presets. Two
+    devices of one name and different figures get a number appended.
+    """
+    names: dict[Device, str] = {}
+    for machine in cluster.machines:
+        if machine.device in names:
+            continue
+        taken = set(names.values())
+        name, number = machine.device.name, 2
+        while name in taken:
+            name, number = f"{machine.device.name}-{number}", number + 1
+        names[machine.device] = name
+    rows: list[dict[str, object]] = []
+    previous: Machine | None = None
+    for machine in cluster.machines:
+        if machine == previous:
+            count = rows[-1]["count"]
+            rows[-1]["count"] = (count if isinstance(count, int) else 0) + 1
+            continue
+        previous = machine
+        rows.append(
+            {
+                "count": 1,
+                "devices": machine.num_devices,
+                "device": names[machine.device],
+                "intra": asdict(machine.intra),
+                "inter": asdict(machine.inter),
+            }
+        )
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "devices": {name: _device_data(device) for device, name in names.items()},
+        "machines": rows,
+        "assumptions": list(cluster.assumptions),
+    }
+    return json.dumps(data, indent=2) + "\n"
+
+
+def _device_data(device: Device) -> dict[str, object]:
+    return {
+        "kind": device.kind.value,
+        "peak_flops": dict(device.peak_flops),
+        "memory": device.memory_bytes,
+        "reserved": device.reserved_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+        "launch_overhead_s": device.launch_overhead_s,
+        "efficiency": asdict(device.curve),
+        "source": device.source,
+    }
+
+
+def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None]:
+    known = {
+        "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
+        "launch_overhead_s", "efficiency", "source",
+    }  # fmt: skip
+    entry = _Entry(where, value, known)
+    base: Preset | None = None
+    if "based_on" in entry.data:
+        wanted = entry.text("based_on").lower()
+        base = PRESETS.get(ALIASES.get(wanted, wanted))
+        if base is None:
+            raise ConfigError(
+                f"{where}: based_on is {wanted!r}, no such preset; known are {', '.join(PRESETS)}"
+            )
+    old = base.device if base else None
+    kind = entry.text("kind", old.kind.value if old else None)
+    if kind not in set(DeviceKind):
+        raise ConfigError(f"{where}: kind is {kind!r}, must be one of {[*map(str, DeviceKind)]}")
+    peaks = entry.numbers("peak_flops", dict(old.peak_flops) if old else None)
+    curve = _curve(entry, old.curve if old else EfficiencyCurve())
+    try:
+        device = Device(
+            name=name,
+            kind=DeviceKind(kind),
+            peak_flops=rates(peaks),
+            memory_bytes=entry.amount("memory", old.memory_bytes if old else None),
+            reserved_bytes=entry.amount("reserved", old.reserved_bytes if old else 0),
+            memory_bandwidth_bytes_per_s=entry.number(
+                "memory_bandwidth_bytes_per_s", old.memory_bandwidth_bytes_per_s if old else None
+            ),
+            launch_overhead_s=entry.number(
+                "launch_overhead_s", old.launch_overhead_s if old else None
+            ),
+            curve=curve,
+            source=entry.text("source", f"given in {where}"),
+        )
+    except ConfigError as error:
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+    return device, base
+
+
+def _curve(parent: _Entry, old: EfficiencyCurve) -> EfficiencyCurve:
+    where = f"{parent.where}.efficiency"
+    entry = _Entry(where, parent.get("efficiency", {}), set(asdict(old)))
+    try:
+        return EfficiencyCurve(
+            matmul_fraction=entry.number("matmul_fraction", old.matmul_fraction),
+            attention_fraction=entry.number("attention_fraction", old.attention_fraction),
+            conv_fraction=entry.number("conv_fraction", old.conv_fraction),
+            memory_fraction=entry.number("memory_fraction", old.memory_fraction),
+            tile=entry.count("tile", old.tile),
+            half_tiles=entry.number("half_tiles", old.half_tiles),
+            half_k=entry.number("half_k", old.half_k),
+            split_k=entry.count("split_k", old.split_k),
+        )
+    except ConfigError as error:
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+
+def _machines(
+    where: str, value: object, presets: Mapping[str, Preset], bare: Mapping[str, Device]
+) -> list[Machine]:
+    entry = _Entry(where, value, {"count", "devices", "device", "intra", "inter"})
+    name = entry.text("device")
+    preset = presets.get(name) or presets.get(ALIASES.get(name.lower(), name.lower()))
+    if preset is None and name not in bare:
+        raise ConfigError(
+            f"{where}: device is {name!r}, which is neither in devices nor a preset "
+            f"({', '.join(PRESETS)})"
+        )
+    device = bare[name] if preset is None else preset.device
+    machine = Machine(
+        device=device,
+        num_devices=entry.count("devices"),
+        intra=_link(entry, "intra", preset.intra if preset else None),
+        inter=_link(entry, "inter", preset.inter if preset else None),
+    )
+    return [machine] * entry.count("count", 1)
+
+
+def _link(parent: _Entry, key: str, default: Link | None) -> Link:
+    if key not in parent.data and default is not None:
+        return default
+    where = f"{parent.where}.{key}"
+    entry = _Entry(
+        where, parent.require(key), {"kind", "latency_s", "bandwidth_bytes_per_s", "source"}
+    )
+    kind = entry.text("kind", "other")
+    if kind not in set(LinkKind):
+        raise ConfigError(f"{where}: kind is {kind!r}, must be one of {[*map(str, LinkKind)]}")
+    try:
+        return Link(
+            kind=LinkKind(kind),
+            latency_s=entry.number("latency_s"),
+            bandwidth_bytes_per_s=entry.number("bandwidth_bytes_per_s"),
+            source=entry.text("source", f"given in {where}"),
+        )
+    except ConfigError as error:
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class _Entry:
+    """A JSON object under checks; ``where`` starts every error text."""
+
+    where: str
+    data: dict[str, object]
+
+    def __init__(self, where: str, value: object, known: set[str]) -> None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: is a {type(value).__name__}, must be an object")
+        unknown = sorted(set(value) - known)
+        if unknown:
+            raise ConfigError(
+                f"{where}: has unknown entry {unknown[0]!r}; allowed are {', '.join(sorted(known))}"
+            )
+        object.__setattr__(self, "where", where)
+        object.__setattr__(self, "data", value)
+
+    def get(self, key: str, default: object = None) -> object:
+        return self.data.get(key, default)
+
+    def require(self, key: str) -> object:
+        if key not in self.data:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return self.data[key]
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.require(key) if default is None else self.get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {key} is {value!r}, must be text")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {key} is {value!r}, must be a number")
+        return float(value)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.where}: {key} is {value!r}, must be a whole number above 0")
+        return value
+
+    def amount(self, key: str, default: int | None = None) -> int:
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ConfigError(f"{self.where}: {key} is {value!r}, must be bytes or text")
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError(f"{self.where}: {key}: {error}") from None
+
+    def numbers(self, key: str, default: dict[str, float] | None = None) -> dict[str, float]:
+        value = self.require(key) if default is None else self.get(key, default)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {key} is {value!r}, must be an object of numbers")
+        for name, number in value.items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ConfigError(f"{self.where}: {key}[{name!r}] is {number!r}, must be a number")
+        return {name: float(number) for name, number in value.items()}

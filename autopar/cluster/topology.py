@@ -1,0 +1,240 @@
+"""Machines, the links inside and between them, and which link a group of ranks is bound by.
+
+Two levels: devices of one machine talk over its ``intra`` link, devices of two machines over their
+``inter`` links. A :class:`Link` is alpha-beta: a message of ``x`` bytes takes ``latency_s + x /
+bandwidth_bytes_per_s``. The bandwidth is what *one device* can send (and, at the same time,
+receive) while every other device of its machine does the same: an adapter that eight devices share
+is listed with an eighth of its bandwidth.
+
+Ranks are numbered machine by machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import groupby
+
+from autopar.cluster.device import Device
+from autopar.errors import ConfigError
+
+
+class LinkKind(StrEnum):
+    """Technology of a link."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    INFINIBAND = "infiniband"
+    ETHERNET = "ethernet"
+    LOOPBACK = "loopback"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection as one device sees it.
+
+    Attributes:
+        kind: Technology.
+        latency_s: Seconds per message whatever its size (alpha), software included.
+        bandwidth_bytes_per_s: Reached by large messages, per device and direction.
+        source: Where the figures come from.
+    """
+
+    kind: LinkKind
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or not self.bandwidth_bytes_per_s > 0:
+            raise ConfigError(
+                f"{self.kind} link: latency_s is {self.latency_s} and bandwidth_bytes_per_s is "
+                f"{self.bandwidth_bytes_per_s}; the first must be at least 0, the second above 0"
+            )
+
+    def time_s(self, payload_bytes: float) -> float:
+        """Seconds of one message."""
+        return self.latency_s + payload_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Some equal devices in one box.
+
+    Attributes:
+        device: The model of all its devices.
+        num_devices: How many.
+        intra: Between two of them.
+        inter: To other machines, as one device sees it.
+    """
+
+    device: Device
+    num_devices: int
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ConfigError(
+                f"machine of {self.device.name!r}: has {self.num_devices} devices, needs at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLinks:
+    """What a group of ranks is connected by.
+
+    Attributes:
+        size: Ranks.
+        num_machines: Machines that they are on.
+        per_machine: The fewest of them on one machine.
+        intra: The slowest link inside the machines; None if each has one rank.
+        inter: The slowest link between the machines, per device; None on one machine.
+    """
+
+    size: int
+    num_machines: int
+    per_machine: int
+    intra: Link | None
+    inter: Link | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines, in rank order.
+
+    Attributes:
+        machines: At least one.
+        assumptions: What was taken for granted about it, in sentences for the report.
+    """
+
+    machines: tuple[Machine, ...]
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.machines:
+            raise ConfigError("Cluster: has 0 machines, needs at least 1")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all machines."""
+        return sum(m.num_devices for m in self.machines)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of every rank."""
+        return tuple(m.device for m in self.machines for _ in range(m.num_devices))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices are the same model."""
+        return len({m.device for m in self.machines}) == 1
+
+    @property
+    def memory_bytes(self) -> int:
+        """Usable bytes of the smallest device."""
+        return min(m.device.usable_bytes for m in self.machines)
+
+    def machine_of(self, rank: int) -> int:
+        """Index of the machine that ``rank`` is on."""
+        first = 0
+        for index, machine in enumerate(self.machines):
+            first += machine.num_devices
+            if 0 <= rank < first:
+                return index
+        raise ConfigError(f"cluster {self}: has no rank {rank}, its ranks are 0 to {first - 1}")
+
+    def device_of(self, rank: int) -> Device:
+        """The device of ``rank``."""
+        return self.machines[self.machine_of(rank)].device
+
+    def slowest_device(self, ranks: Sequence[int], dtype: str = "bfloat16") -> Device:
+        """The device of ``ranks`` that computes slowest in ``dtype``."""
+        devices = {self.machine_of(r): self.device_of(r) for r in ranks}
+        return min(
+            devices.values(),
+            key=lambda d: (d.peak_flops_for(dtype), d.memory_bandwidth_bytes_per_s, d.name),
+        )
+
+    def links_for(self, ranks: Sequence[int]) -> GroupLinks:
+        """The links that a group uses, level by level.
+
+        Raises:
+            ConfigError: A rank is not in the cluster, or the group is empty.
+        """
+        if not ranks:
+            raise ConfigError(f"cluster {self}: a group needs at least 1 rank, got 0")
+        counts: dict[int, int] = {}
+        for rank in dict.fromkeys(ranks):
+            index = self.machine_of(rank)
+            counts[index] = counts.get(index, 0) + 1
+        used = [self.machines[i] for i in counts]
+        inside = [self.machines[i].intra for i, count in counts.items() if count > 1]
+        return GroupLinks(
+            size=sum(counts.values()),
+            num_machines=len(counts),
+            per_machine=min(counts.values()),
+            intra=_slowest(inside) if inside else None,
+            inter=_slowest([m.inter for m in used]) if len(used) > 1 else None,
+        )
+
+    def link_for(self, ranks: Sequence[int]) -> Link:
+        """The link that bounds a ring over ``ranks`` while its sister groups do the same.
+
+        A group with ``k`` ranks on each machine drives ``k`` devices' shares of the adapters (the
+        library runs k rings), so between machines it sees ``k`` times one device's bandwidth, but
+        never more than the link inside. The latency is the mean over the hops of the ring, most
+        of which stay inside a machine. A group of one gets its machine's inner link, which it
+        does not use.
+        """
+        links = self.links_for(ranks)
+        if links.inter is None:
+            return links.intra or self.machines[self.machine_of(ranks[0])].intra
+        bandwidth = links.per_machine * links.inter.bandwidth_bytes_per_s
+        latency_s = links.inter.latency_s
+        if links.intra is not None:
+            bandwidth = min(bandwidth, links.intra.bandwidth_bytes_per_s)
+            hops_inside = links.size - links.num_machines
+            latency_s += hops_inside / links.size * (links.intra.latency_s - latency_s)
+        return replace(links.inter, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+    def with_memory_limit(self, limit_bytes: int) -> Cluster:
+        """This cluster with exactly ``limit_bytes`` usable on every device.
+
+        Raises:
+            ConfigError: The limit is below 1 byte, or above what an accelerator has. (The memory
+                of CPU processes is shared and can't be checked here.)
+        """
+        if limit_bytes < 1:
+            raise ConfigError(f"memory_limit is {limit_bytes} bytes, must be at least 1")
+        for machine in self.machines:
+            device = machine.device
+            if device.kind == "cuda" and limit_bytes > device.memory_bytes:
+                raise ConfigError(
+                    f"memory_limit is {limit_bytes:,} bytes, {device.name!r} has "
+                    f"{device.memory_bytes:,}; lower the limit or leave it out"
+                )
+        machines = tuple(
+            replace(m, device=replace(m.device, memory_bytes=limit_bytes, reserved_bytes=0))
+            for m in self.machines
+        )
+        return replace(self, machines=machines)
+
+    def __str__(self) -> str:
+        """Canonical text, such as ``4x8:h100-sxm`` or ``8:a100-80gb + 4:l4``.
+
+        Equal consecutive machines are joined. A memory limit is not part of it.
+        """
+        parts = []
+        for (name, size), run in groupby((m.device.name, m.num_devices) for m in self.machines):
+            count = sum(1 for _ in run)
+            parts.append(f"{size}:{name}" if count == 1 else f"{count}x{size}:{name}")
+        return " + ".join(parts)
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    """The link with the least bandwidth, given the largest latency of all."""
+    slow = min(links, key=lambda link: link.bandwidth_bytes_per_s)
+    return replace(slow, latency_s=max(link.latency_s for link in links))

@@ -1,0 +1,1 @@
+"""The captured program as the solver sees it: operators over named values, immutable."""

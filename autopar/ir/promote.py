@@ -1,0 +1,46 @@
+"""A program in double precision: what every plan and the reference are judged in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.graph import FLOAT_DTYPES, Arg, Dtype, Graph, Meta, TensorMeta
+
+
+def promote(graph: Graph) -> Graph:
+    """``graph`` with every floating-point dtype replaced by float64.
+
+    Inputs, results and dtype arguments change; models that compute a part in float32 compute it
+    in float64. Casts that no longer change anything stay, as copies, so that operators keep their
+    names and the two programs can be compared one by one.
+    """
+    return Graph(
+        inputs=tuple(replace(i, meta=_promote_meta(i.meta)) for i in graph.inputs),  # type: ignore[arg-type]
+        nodes=tuple(
+            replace(
+                node,
+                args=tuple(_promote_arg(a) for a in node.args),
+                kwargs=tuple((k, _promote_arg(a)) for k, a in node.kwargs),
+                meta=_promote_meta(node.meta),
+            )
+            for node in graph.nodes
+        ),
+        outputs=graph.outputs,
+    )
+
+
+def _promote_meta(meta: Meta) -> Meta:
+    if isinstance(meta, TensorMeta):
+        return replace(meta, dtype="float64") if meta.dtype in FLOAT_DTYPES else meta
+    if isinstance(meta, tuple):
+        promoted = tuple(_promote_meta(m) for m in meta)
+        return promoted  # type: ignore[return-value]
+    return meta
+
+
+def _promote_arg(arg: Arg) -> Arg:
+    if isinstance(arg, Dtype):
+        return Dtype("float64") if arg.name in FLOAT_DTYPES else arg
+    if isinstance(arg, tuple):
+        return tuple(_promote_arg(a) for a in arg)
+    return arg

@@ -1,0 +1,1 @@
+"""The solver's answer as data: plan, stages, schedule, actions, and their JSON form."""

@@ -1,0 +1,303 @@
+"""Who computes what in which order, and the full action list of every pipeline rank.
+
+Two steps. :func:`compute_order` gives each pipeline rank its order of forwards and backwards:
+
+* *gpipe*: all forwards, then all backwards; every micro-batch is in flight at once.
+* *1f1b*: rank ``r`` of ``p`` runs ``p - r - 1`` forwards, then pairs of one forward and one
+  backward; at most ``p - r`` micro-batches are in flight.
+* *interleaved*: ``v`` stages per rank. Micro-batches go in rounds; within a round all of them pass
+  one stage of the rank before the next. Warm-up is ``(v - 1) * round + 2 * (p - r - 1)``.
+
+:func:`action_lists` adds everything around the computing: prologue, parameter gathering, messages,
+gradient reduction. The lists hold for each of the ``dp * tp`` ranks of a pipeline rank alike.
+
+Messages. SEND never blocks; RECV posts a receive and the F or B that needs it waits. Per directed
+pair of pipeline ranks the receives are posted in the order in which the sender sends, since a
+transport may ignore tags (NCCL does); each is posted as late as that allows. One channel per
+directed pair is assumed: where both directions of a pair share one, two large sends that cross
+would wait for each other. Values between two stages on one rank need no message.
+
+>>> order = compute_order(ScheduleKind.ONE_F_ONE_B, pp=2, virtual=1, num_microbatches=3)
+>>> for row in order:
+...     print(*row)
+0F0 0F1 0B0 0F2 0B1 0B2
+1F0 1B0 1F1 1B1 1F2 1B2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from autopar.errors import ConfigError
+from autopar.plan.actions import Action, ActionKind
+from autopar.plan.types import MeshShape, ScheduleKind
+
+F = ActionKind.FORWARD
+B = ActionKind.BACKWARD
+
+
+class Compute(NamedTuple):
+    """The forward (``F``) or backward (``B``) of one stage on one micro-batch."""
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        """Such as ``2F0``."""
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+Order: TypeAlias = tuple[tuple[Compute, ...], ...]
+"""Per pipeline rank, what it computes, in order."""
+
+ActionLists: TypeAlias = tuple[tuple[Action, ...], ...]
+"""Per pipeline rank, everything it does, in order."""
+
+Edge: TypeAlias = tuple[int, int]
+"""A source stage and a target stage."""
+
+
+def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: int) -> Order:
+    """Order of forwards and backwards per pipeline rank.
+
+    Args:
+        kind: The schedule.
+        pp: Pipeline ranks, >= 1.
+        virtual: Stages per pipeline rank, >= 1; stage ``s`` runs on rank ``s % pp``.
+        num_microbatches: Micro-batches, >= 1; any number, also fewer than ranks.
+
+    Raises:
+        ConfigError: A count is below 1, or 1F1B is asked for with several stages per rank.
+
+    Source:
+        GPipe: Huang et al. 2019. 1F1B and interleaving: Narayanan et al., "Efficient large-scale
+        language model training on GPU clusters", SC 2021; rounds for a number of micro-batches
+        that ``pp`` does not divide follow torch.distributed.pipelining, uneven rounds are ours.
+    """
+    for name, count in (("pp", pp), ("virtual", virtual), ("num_microbatches", num_microbatches)):
+        if count < 1:
+            raise ConfigError(f"compute_order: {name} is {count}, the least is 1")
+    match kind:
+        case ScheduleKind.GPIPE:
+            rounds, all_first = [num_microbatches], True
+        case ScheduleKind.ONE_F_ONE_B:
+            if virtual > 1:
+                raise ConfigError(
+                    f"schedule '1f1b' has one stage per pipeline rank, not {virtual}; "
+                    "use 'interleaved'"
+                )
+            rounds, all_first = [num_microbatches], False
+        case ScheduleKind.INTERLEAVED:
+            rounds, all_first = round_sizes(pp, num_microbatches), False
+    forwards, backwards = _chunk_orders(rounds, virtual)
+    total = len(forwards)
+    result = []
+    for rank in range(pp):
+        if all_first:
+            warmup = total
+        elif virtual == 1:
+            warmup = min(total, pp - rank - 1)
+        else:
+            warmup = min(total, (virtual - 1) * max(rounds) + 2 * (pp - rank - 1))
+        row = [Compute(chunk * pp + rank, F, mb) for chunk, mb in forwards[:warmup]]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            row.append(Compute(forward[0] * pp + rank, F, forward[1]))
+            row.append(Compute(backward[0] * pp + rank, B, backward[1]))
+        row.extend(Compute(chunk * pp + rank, B, mb) for chunk, mb in backwards[total - warmup :])
+        result.append(tuple(row))
+    return tuple(result)
+
+
+def forward_order(pp: int, virtual: int, num_microbatches: int) -> Order:
+    """Forwards only, as an evaluation runs them: the first half of GPipe's order."""
+    whole = compute_order(ScheduleKind.GPIPE, pp, virtual, num_microbatches)
+    return tuple(tuple(c for c in row if c.kind is F) for row in whole)
+
+
+def round_sizes(pp: int, num_microbatches: int) -> list[int]:
+    """Sizes of the rounds of an interleaved schedule, largest first.
+
+    No round is smaller than ``pp`` unless there is only one: with smaller ones the backward of a
+    round can be due on one rank before the forward that it waits for is reached on another.
+
+    >>> round_sizes(4, 9)
+    [5, 4]
+    """
+    count = max(1, num_microbatches // pp)
+    base, extra = divmod(num_microbatches, count)
+    return [base + 1] * extra + [base] * (count - extra)
+
+
+def _chunk_orders(
+    rounds: Sequence[int], virtual: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(Chunk, micro-batch) of every forward and every backward of one rank."""
+    forwards: list[tuple[int, int]] = []
+    backwards: list[tuple[int, int]] = []
+    start = 0
+    for size in rounds:
+        members = range(start, start + size)
+        forwards.extend((chunk, mb) for chunk in range(virtual) for mb in members)
+        backwards.extend((chunk, mb) for chunk in reversed(range(virtual)) for mb in members)
+        start += size
+    return forwards, backwards
+
+
+def in_flight(order: Order, stage: int) -> int:
+    """Most micro-batches of ``stage`` whose forward has begun and whose backward has not ended."""
+    alive = most = 0
+    for compute in (c for row in order for c in row if c.stage == stage):
+        alive += 1 if compute.kind is F else -1
+        most = max(most, alive)
+    return most
+
+
+def action_lists(
+    order: Order,
+    mesh: MeshShape,
+    *,
+    forward_edges: Iterable[Edge] = (),
+    backward_edges: Iterable[Edge] = (),
+    tied: Iterable[Edge] = (),
+    zero_levels: Sequence[int] = (),
+    prefetch: int = 0,
+) -> ActionLists:
+    """Everything that each pipeline rank does in one step.
+
+    A list reads: PROLOGUE of each own stage; FETCH_TIED; then per compute, in order, the UNSHARD
+    and the RECVs it needs, itself, the SENDs of what it made, RESHARD, REDUCE_GRAD; last SYNC_TIED.
+
+    Args:
+        order: From :func:`compute_order` or :func:`forward_order`.
+        mesh: Tells the rank of each stage.
+        forward_edges: (s, t), s < t, where a forward of t reads a value of the forward of s. Any
+            pair, neighbours or not: a value that skips stages is sent straight.
+        backward_edges: (s, t), s > t, where a backward of t reads a value of the backward of s.
+        tied: (owner, borrower) stages of a weight that two stages share. FETCH_TIED moves the value
+            from the owner before the step, SYNC_TIED the gradient to the owner after it; both ends
+            have the action, with the other stage as ``peer``.
+        zero_levels: ZeRO level of each stage; none given means 0. From level 2 on REDUCE_GRAD
+            follows every B and carries its micro-batch, below it follows the last B and carries
+            None. At level 3 a stage is unsharded for each run of its computes and resharded when
+            the rank turns to another stage; below, once before the first and after the last.
+        prefetch: Computes by which receives are posted ahead of the latest moment.
+
+    Raises:
+        ConfigError: An edge names a stage that does not exist, or points the wrong way.
+    """
+    forward = _checked_edges(forward_edges, mesh, "forward")
+    backward = _checked_edges(backward_edges, mesh, "backward")
+    ties = _checked_edges(tied, mesh, "tied")
+    levels = tuple(zero_levels) or (0,) * mesh.num_stages
+    if len(levels) != mesh.num_stages:
+        raise ConfigError(
+            f"action_lists: {len(levels)} ZeRO levels for {mesh.num_stages} stages; give one each"
+        )
+    receives = _receives(order, mesh, {F: forward, B: backward}, prefetch)
+    lists = []
+    for rank, row in enumerate(order):
+        own = range(rank, mesh.num_stages, mesh.pp)
+        actions = [Action(stage, ActionKind.PROLOGUE) for stage in own]
+        actions += _tied_actions(ActionKind.FETCH_TIED, ties, own)
+        around = zip(row, receives[rank], _around(row, levels), strict=True)
+        for compute, received, (before, after) in around:
+            actions += before
+            actions += received
+            actions.append(Action(*compute))
+            actions += _sends(compute, forward if compute.kind is F else backward, mesh)
+            actions += after
+        if any(compute.kind is B for compute in row):
+            actions += _tied_actions(ActionKind.SYNC_TIED, ties, own)
+        lists.append(tuple(actions))
+    return tuple(lists)
+
+
+def _checked_edges(edges: Iterable[Edge], mesh: MeshShape, what: str) -> tuple[Edge, ...]:
+    """Edges without repeats, in order."""
+    result = tuple(sorted(set(edges)))
+    for source, target in result:
+        if not (0 <= source < mesh.num_stages and 0 <= target < mesh.num_stages):
+            raise ConfigError(
+                f"action_lists: {what} edge ({source}, {target}) names a stage that does not "
+                f"exist; there are {mesh.num_stages}"
+            )
+        wrong = {"forward": source >= target, "backward": source <= target}
+        if wrong.get(what, source == target):
+            raise ConfigError(
+                f"action_lists: {what} edge ({source}, {target}) points the wrong way; a forward "
+                "value goes to a later stage, a backward value to an earlier one, a tied weight to "
+                "another stage"
+            )
+    return result
+
+
+def _receives(
+    order: Order, mesh: MeshShape, edges: dict[ActionKind, tuple[Edge, ...]], prefetch: int
+) -> list[list[list[Action]]]:
+    """Per rank and per position in its order, the receives to post just before that compute.
+
+    Per directed pair of ranks the messages are taken in the sender's order, from the last one back:
+    a receive must be posted before its own consumer and no later than the receive that follows it.
+    """
+    position_of = {compute: i for row in order for i, compute in enumerate(row)}
+    messages: dict[Edge, list[tuple[Action, int]]] = {}
+    for rank, row in enumerate(order):
+        for compute in row:
+            for source, target in edges[compute.kind]:
+                receiver = mesh.pipeline_rank(target)
+                if source != compute.stage or receiver == rank:
+                    continue
+                kind = ActionKind.RECV_F if compute.kind is F else ActionKind.RECV_B
+                action = Action(target, kind, compute.microbatch, source)
+                consumer = Compute(target, compute.kind, compute.microbatch)
+                messages.setdefault((rank, receiver), []).append((action, position_of[consumer]))
+    result: list[list[list[Action]]] = [[[] for _ in row] for row in order]
+    for (_, receiver), sent in sorted(messages.items()):
+        latest = len(order[receiver]) - 1
+        for action, needed_at in reversed(sent):
+            latest = min(latest, needed_at)
+            result[receiver][max(0, latest - prefetch)].insert(0, action)
+    return result
+
+
+def _sends(compute: Compute, edges: Iterable[Edge], mesh: MeshShape) -> Iterator[Action]:
+    kind = ActionKind.SEND_F if compute.kind is F else ActionKind.SEND_B
+    rank = mesh.pipeline_rank(compute.stage)
+    for source, target in edges:
+        if source == compute.stage and mesh.pipeline_rank(target) != rank:
+            yield Action(source, kind, compute.microbatch, target)
+
+
+def _tied_actions(kind: ActionKind, ties: Iterable[Edge], own: range) -> Iterator[Action]:
+    """Both ends of every tie that touches this rank, in one global order."""
+    for owner, borrower in ties:
+        ends = (owner, borrower) if kind is ActionKind.FETCH_TIED else (borrower, owner)
+        for stage, peer in (ends, ends[::-1]):  # the end that gives comes first
+            if stage in own:
+                yield Action(stage, kind, None, peer)
+
+
+def _around(
+    row: Sequence[Compute], levels: Sequence[int]
+) -> Iterator[tuple[list[Action], list[Action]]]:
+    """Per compute of a rank, the gathering before it, and the freeing and reducing after it."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, compute in enumerate(row):
+        first.setdefault(compute.stage, position)
+        last[compute.stage] = position
+    for position, (stage, kind, microbatch) in enumerate(row):
+        begins, ends = first[stage] == position, last[stage] == position
+        turns = levels[stage] >= 3
+        before, after = [], []
+        if begins or (turns and row[position - 1].stage != stage):
+            before.append(Action(stage, ActionKind.UNSHARD))
+        if ends or (turns and row[position + 1].stage != stage):
+            after.append(Action(stage, ActionKind.RESHARD))
+        if kind is B and levels[stage] >= 2:
+            after.append(Action(stage, ActionKind.REDUCE_GRAD, microbatch))
+        elif kind is B and ends:
+            after.append(Action(stage, ActionKind.REDUCE_GRAD))
+        yield before, after

@@ -1,0 +1,236 @@
+"""The plan: the solver's whole answer, as data.
+
+A plan is a value: frozen, comparable, hashable by content (:mod:`autopar.plan.io`), keyed by the
+user's own parameter names and by stable operator names. Ranks are numbered so that stage ``s``
+owns a contiguous block of ``dp * tp`` ranks, tensor-parallel ranks adjacent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MB_AXIS = "mb"
+DP_AXIS = "dp"
+TP_AXIS = "tp"
+PP_AXIS = "pp"
+
+
+class ScheduleKind(StrEnum):
+    """Order of forward and backward micro-batches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+
+
+class ZeroLevel(int):
+    """0: state replicated over dp; 1: optimizer state; 2: and gradients; 3: and parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """Sizes of the parallel axes; their product is the number of working ranks.
+
+    Attributes:
+        dp: Ranks that split the batch.
+        tp: Ranks that split operators.
+        pp: Ranks along the pipeline.
+        virtual: Stages per pipeline rank (interleaving).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Working ranks."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, all chunks of all pipeline ranks."""
+        return self.pp * self.virtual
+
+    def rank_of(self, pp: int, dp: int, tp: int) -> int:
+        """Global rank at a coordinate."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def coordinate(self, rank: int) -> tuple[int, int, int]:
+        """(pp, dp, tp) of a global rank."""
+        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+
+    def pipeline_rank(self, stage: int) -> int:
+        """Pipeline rank that runs ``stage``: stages are dealt round robin."""
+        return stage % self.pp
+
+    def __str__(self) -> str:
+        """Such as ``pp2 x dp2 x tp2``."""
+        parts = [f"{n}{s}" for n, s in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp)) if s > 1]
+        text = " x ".join(parts) or "1 device"
+        return text + (f" (v{self.virtual})" if self.virtual > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one device at the stage's peak.
+
+    Attributes:
+        params_bytes: Parameters as stored, and their gathered compute copies.
+        grads_bytes: Gradient accumulators.
+        optimizer_bytes: Optimizer state.
+        activations_bytes: Saved values of all micro-batches in flight.
+        transient_bytes: The most that is alive inside one program beyond its inputs and outputs.
+        buffers_bytes: Module buffers and communication buffers.
+    """
+
+    params_bytes: int = 0
+    grads_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0
+    transient_bytes: int = 0
+    buffers_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return (
+            self.params_bytes
+            + self.grads_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.transient_bytes
+            + self.buffers_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeParts:
+    """Seconds of one micro-batch on a stage, and once-per-step work."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    p2p_s: float = 0.0
+    reduce_s: float = 0.0
+    unshard_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """All collectives of one kind on one axis in one step on one device.
+
+    Attributes:
+        where: ``"forward"``, ``"backward"``, ``"once per step"``.
+        count: Calls per step.
+        payload_bytes: Sum of the payloads: the larger of the local input and output.
+    """
+
+    kind: str
+    axis: str
+    where: str
+    count: int
+    payload_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage.
+
+    Attributes:
+        index: Position in the pipeline.
+        devices: Global ranks.
+        first: First forward operator (stable name); "" in an empty stage.
+        scopes: Module paths of the stage's layers, for people.
+        recompute: Forward operators whose values are recomputed in backward.
+        zero_level: ZeRO level of its parameters over dp.
+        parameters: Number of parameter elements of the whole stage.
+        num_in_flight: Most micro-batches alive at once.
+    """
+
+    index: int
+    devices: tuple[int, ...]
+    first: str
+    scopes: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    zero_level: int = 0
+    parameters: int = 0
+    num_in_flight: int = 1
+    memory: MemoryParts = field(default_factory=MemoryParts)
+    time: TimeParts = field(default_factory=TimeParts)
+    collectives: tuple[CollectiveTotal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that was considered: what it was and why it lost (empty for the winner)."""
+
+    mesh: MeshShape
+    num_microbatches: int
+    schedule: ScheduleKind
+    zero_level: int
+    recompute: str
+    time_s: float
+    peak_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedConstraint:
+    """A constraint in force, with its origin (``"user"`` or ``"default"``) and effect in words."""
+
+    name: str
+    value: str
+    origin: str
+    effect: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who does what, how long, how many bytes, and why.
+
+    Attributes:
+        model_hash: Hash of the captured graph that the plan was made for.
+        cluster: Text of the cluster, such as ``"4x8:h100-sxm"``.
+        num_devices: Devices asked for; those beyond ``mesh.num_ranks`` are idle.
+        splits: Per axis (``"mb"``, ``"dp"``, ``"tp"``): operator name -> text of its
+            :class:`~autopar.sharding.signature.AxisStrategy`. Operators that are not listed are
+            replicated. Inputs are listed with a bare placement.
+        microbatch_statistics: Whether batch statistics are taken per micro-batch.
+        time_s: Predicted time of a step.
+        objective_s: What the solver reported for its own surrogate objective.
+        bound_s: Lower bound on the surrogate over the searched space.
+        peak_bytes: Predicted peak of the worst device.
+        memory_limit_bytes: The limit it was made under.
+        optimizer: Optimizer assumed for state bytes.
+        unruled: Operators without a rule (replicated), as ``"op at source"``.
+        assumptions: What was taken for granted, in sentences.
+        provenance: Versions and sources of prices.
+    """
+
+    model_hash: str
+    cluster: str
+    num_devices: int
+    mesh: MeshShape
+    num_microbatches: int
+    schedule: ScheduleKind
+    stages: tuple[StagePlan, ...]
+    splits: Mapping[str, Mapping[str, str]]
+    microbatch_statistics: bool = False
+    time_s: float = 0.0
+    objective_s: float = 0.0
+    bound_s: float = 0.0
+    peak_bytes: int = 0
+    memory_limit_bytes: int = 0
+    optimizer: str = "adamw"
+    constraints: tuple[AppliedConstraint, ...] = ()
+    runners_up: tuple[Candidate, ...] = ()
+    unruled: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Runs the local programs of a plan: simulated ranks or torch.distributed."""

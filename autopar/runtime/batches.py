@@ -1,0 +1,119 @@
+"""Whether a batch is the one that a program was captured for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.calls import ModelCall
+from autopar.errors import InputError
+from autopar.ir.graph import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """Everything about a call that a captured program depends on.
+
+    Attributes:
+        tensors: (path, shape, dtype) of each tensor, in order.
+        statics: (path, text) of each argument that is no tensor.
+        modes: Train or eval mode of each module that is not in the model's own mode, and the
+            model's own.
+        autocast: Device types with autocast on, and to which dtype.
+        backward: Whether gradients are wanted.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    statics: tuple[tuple[str, str], ...]
+    modes: tuple[str, ...]
+    autocast: tuple[str, ...]
+    backward: bool
+
+
+def call_key(model: torch.nn.Module, call: ModelCall, *, backward: bool) -> CallKey:
+    """The key of a call of ``model`` here and now."""
+    odd = [name for name, m in model.named_modules() if m.training != model.training]
+    return CallKey(
+        tensors=tuple((path, tuple(t.shape), _dtype(t)) for path, t in call.tensors().items()),
+        statics=tuple((path, repr(value)) for path, value in call.statics().items()),
+        modes=("train" if model.training else "eval", *odd),
+        autocast=tuple(
+            f"{device}: {torch.get_autocast_dtype(device)}"
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ),
+        backward=backward,
+    )
+
+
+def check_batch(
+    tensors: Mapping[str, torch.Tensor],
+    captured: Mapping[str, TensorMeta],
+    device: torch.device,
+    *,
+    rank: int | None,
+) -> None:
+    """Refuse a batch that no plan of this model could take.
+
+    Sizes may differ from the captured ones, number of dims and dtypes may not.
+
+    Args:
+        tensors: The call's tensors by path.
+        captured: Shapes and dtypes that the plan was made for.
+        device: Where this rank computes; tensors on the CPU are moved there.
+        rank: This rank, for messages; None in a plain process.
+
+    Raises:
+        InputError: An entry is missing, unknown, or has other dims, dtype or device.
+    """
+    where = "" if rank is None else f"rank {rank}: "
+    missing = [path for path in captured if path not in tensors]
+    extra = [path for path in tensors if path not in captured]
+    if missing or extra:
+        raise InputError(
+            f"{where}the batch has {'no ' + ', '.join(map(repr, missing)) if missing else ''}"
+            f"{' and ' if missing and extra else ''}"
+            f"{'an unknown ' + ', '.join(map(repr, extra)) if extra else ''}; the plan was made "
+            f"for {', '.join(map(repr, captured))}; call the model with these arguments, or "
+            "compile it again with the new ones"
+        )
+    for path, meta in captured.items():
+        tensor = tensors[path]
+        found = f"{_dtype(tensor)}{list(tensor.shape)}"
+        if _dtype(tensor) != meta.dtype:
+            raise InputError(
+                f"{where}input {path!r} is {found}, the plan was made for {meta}; cast it to "
+                f"torch.{meta.dtype}"
+            )
+        if tensor.dim() != len(meta.shape):
+            raise InputError(
+                f"{where}input {path!r} is {found} with {tensor.dim()} dims, the plan was made for "
+                f"{meta} with {len(meta.shape)}; give a batch of that form, or compile again"
+            )
+        if tensor.device.type not in ("cpu", device.type):
+            raise InputError(
+                f"{where}input {path!r} is on {tensor.device}, this rank computes on {device}; "
+                f"move it by .to({str(device)!r})"
+            )
+
+
+def changed_inputs(
+    tensors: Mapping[str, torch.Tensor], captured: Mapping[str, TensorMeta]
+) -> tuple[str, ...]:
+    """Each input of another shape, as ``"'labels' [8, 16] instead of [8, 32]"``."""
+    return tuple(
+        f"{path!r} {list(tensors[path].shape)} instead of {list(meta.shape)}"
+        for path, meta in captured.items()
+        if tuple(tensors[path].shape) != meta.shape
+    )
+
+
+def is_larger(tensors: Mapping[str, torch.Tensor], captured: Mapping[str, TensorMeta]) -> bool:
+    """Whether some input has more elements than the plan promised memory for."""
+    return any(tensors[path].numel() > meta.numel for path, meta in captured.items())
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,252 @@
+"""One rank's failure ends all ranks, with the first error as the text that people read.
+
+A rank that fails leaves the others inside a collective, where no exception can reach them, for
+minutes or for ever. So every rank has a thread that watches a key-value store of its own:
+
+* a rank that raises writes its error under one key; the first writer wins. The others print that
+  error and end the process at once (``os._exit``): their main thread may be stuck in a backend;
+* every thread counts up its rank's heartbeat. Rank 0 watches all of them, the others watch rank 0. A
+  heart that stands still for :data:`SILENCE_S` belongs to a rank that was killed or stopped;
+* when a rank dies, its peers' collectives raise within milliseconds ("connection closed"). That is
+  a consequence, so a rank that sees such an error waits for the cause before it speaks;
+* a rank that ends while another one is still inside a step has left too early: that is an error of
+  the one that left.
+
+At a normal exit each rank says goodbye and its thread stops. Rank 0 hosts the store and stays until
+all others have seen its goodbye, a few seconds at most.
+
+The thread needs the interpreter: a call that holds Python's global lock for longer than
+:data:`SILENCE_S` is taken for a death.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from autopar.errors import RankError
+
+POLL_S = 0.4
+SILENCE_S = 9.0
+SUSPECT_SILENCE_S = 3.0
+"""Silence that is a death when a connection has broken as well."""
+GOODBYE_S = 3.0
+EXIT_CODE = 1
+MAX_TEXT_CHARS = 20_000
+_NONE = b"-"
+
+
+class FailFast:
+    """The watch of one rank. Start it with :func:`fail_fast`."""
+
+    def __init__(self, store: dist.TCPStore, rank: int, world_size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.where = "before the first step"
+        self._in_step_since: float | None = None
+        self._reported = threading.Event()
+        self._stop = threading.Event()
+        self._suspicion = threading.Event()
+        self._watched = tuple(r for r in (range(world_size) if rank == 0 else (0,)) if r != rank)
+        self._thread = threading.Thread(target=self._watch, name="autopar watch", daemon=True)
+        self._previous_hook = sys.excepthook
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        sys.excepthook = self._on_uncaught
+        atexit.register(self.close)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def step(self, where: str) -> Iterator[None]:
+        """Around a step: an exception inside is reported to all ranks.
+
+        Args:
+            where: What this rank does, for the message; :attr:`where` may be refined meanwhile.
+        """
+        self.where, self._in_step_since = where, time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self.report(error)
+            raise
+        finally:
+            self._in_step_since = None
+            self.where = f"the time after {where}"
+
+    def report(self, error: BaseException) -> None:
+        """Tell all ranks; wait until they know, or until it is clear who failed first."""
+        if self._reported.is_set() or self._stop.is_set():
+            return
+        self._reported.set()
+        text = "".join(traceback.format_exception(error))[-MAX_TEXT_CHARS:]
+        if is_consequence(error):
+            # the watch thread ends this process if it learns the cause meanwhile
+            self._suspicion.set()
+            time.sleep(SILENCE_S + 2 * POLL_S)
+        first = self._write(f"rank {self.rank} failed at {self.where}:\n{text}")
+        if first:
+            self._wait_until_known()
+        else:
+            time.sleep(4 * POLL_S)  # the watch thread prints the first error and exits
+
+    def close(self) -> None:
+        """Stop watching, at a normal end of the process."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        sys.excepthook = self._previous_hook
+        with contextlib.suppress(RuntimeError), self._lock:
+            self._store.set(f"bye/{self.rank}", b"1")
+            if self.rank == 0:
+                deadline_s = time.monotonic() + GOODBYE_S
+                while time.monotonic() < deadline_s and self._store.add("farewell", 0) < self.world_size - 1:  # fmt: skip
+                    time.sleep(POLL_S / 8)
+            else:
+                self._store.add("farewell", 1)
+        self._thread.join(timeout=2 * POLL_S)
+
+    # ---------------------------------------------------------------- telling
+    def _write(self, text: str) -> bool:
+        """Write the error unless another rank was first."""
+        with self._lock:
+            mine = f"{self.rank}\n{text}".encode()
+            try:
+                return self._store.compare_set("error", _NONE.decode(), mine.decode()) == mine
+            except RuntimeError:  # the store is gone, and rank 0 with it
+                return False
+
+    def _wait_until_known(self) -> None:
+        deadline_s = time.monotonic() + 4 * POLL_S + 1.0
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline_s:
+                with self._lock:
+                    if self._store.add("known", 0) >= self.world_size - 1:
+                        return
+                time.sleep(POLL_S / 8)
+
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            self.report(error)
+
+    # ---------------------------------------------------------------- watching
+    def _watch(self) -> None:
+        beats: dict[int, tuple[bytes, float]] = {}
+        left: dict[int, float] = {}
+        keys = ["error", *(k for r in self._watched for k in (f"beat/{r}", f"bye/{r}"))]
+        count = 0
+        lost_since_s: float | None = None
+        while not self._stop.wait(POLL_S):
+            count += 1
+            try:
+                with self._lock:
+                    self._store.set(f"beat/{self.rank}", str(count))
+                    error, *signs = self._store.multi_get(keys)
+                lost_since_s = None
+            except RuntimeError:
+                if 0 in left:  # rank 0 said goodbye; all that can still go wrong is to need it
+                    self._judge(0, b"", True, beats, left, time.monotonic())
+                    continue
+                lost_since_s = lost_since_s or time.monotonic()
+                if time.monotonic() - lost_since_s > 2 * POLL_S:
+                    self._end(0, "rank 0 is gone: it was killed, or its machine is lost")
+                continue
+            if error != _NONE:
+                origin, _, text = error.decode().partition("\n")
+                if int(origin) == self.rank:
+                    continue  # this rank raises it itself
+                self._acknowledge()
+                self._end(int(origin), text)
+            now_s = time.monotonic()
+            for rank, beat, bye in zip(self._watched, signs[::2], signs[1::2], strict=True):
+                self._judge(rank, beat, bye != _NONE, beats, left, now_s)
+
+    def _judge(
+        self, rank: int, beat: bytes, has_left: bool, beats: dict[int, tuple[bytes, float]],
+        left: dict[int, float], now_s: float,
+    ) -> None:  # fmt: skip
+        """Decide whether a rank is dead, or left while this one needs it."""
+        if has_left:
+            since_s = left.setdefault(rank, now_s)
+            begun_s = self._in_step_since
+            if begun_s is not None and now_s - max(since_s, begun_s) > SILENCE_S:
+                self._declare(rank, f"rank {rank} ended while rank {self.rank} was at {self.where}")
+            return
+        if rank not in beats or beats[rank][0] != beat:
+            beats[rank] = (beat, now_s)
+            return
+        limit_s = SUSPECT_SILENCE_S if self._suspicion.is_set() else SILENCE_S
+        silence_s = now_s - beats[rank][1]
+        if silence_s > limit_s:
+            self._declare(
+                rank, f"rank {rank} has been silent for {silence_s:.0f} s: it was killed or stopped"
+            )
+
+    def _declare(self, rank: int, text: str) -> None:
+        if self._write(text):
+            self._wait_until_known()
+            self._end(rank, text)
+        elif rank == 0:
+            self._end(rank, text)  # rank 0 has the store: nobody else can be told
+
+    def _acknowledge(self) -> None:
+        with contextlib.suppress(RuntimeError), self._lock:
+            self._store.add("known", 1)
+
+    def _end(self, origin: int, text: str) -> None:
+        """Print the first error and end this process, whatever its main thread does."""
+        message = RankError(f"rank {self.rank} ends because of rank {origin}. {text}")
+        sys.stderr.write(f"{type(message).__name__}: {message}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error is likely the echo of another rank's death: a backend lost its peer."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset", "broken pipe", "timed out waiting")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def fail_fast(*, timeout_s: float = 60.0) -> FailFast:
+    """Start to watch; every rank of the world calls it once, after init_process_group.
+
+    Args:
+        timeout_s: How long to wait for the other ranks here.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    wait = timedelta(seconds=timeout_s)
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    found: list[object] = [None]
+    if rank == 0:
+        store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=wait, wait_for_workers=False)
+        store.set("error", _NONE)
+        for other in range(world_size):
+            store.set(f"beat/{other}", b"0")
+            store.set(f"bye/{other}", _NONE)
+        found = [store.port]
+    dist.broadcast_object_list(found, src=0)
+    if rank != 0:
+        port = int(str(found[0]))
+        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False)  # fmt: skip
+    watch = FailFast(store, rank, world_size)
+    watch.start()
+    return watch

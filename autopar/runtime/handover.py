@@ -1,0 +1,95 @@
+"""Autograd's view of a step: one function whose backward hands over finished gradients.
+
+The schedule computes gradients with the loss. The loss that the user gets has a ``grad_fn`` with
+the parameters as its inputs; its backward only gives what is there, so that accumulation into
+``.grad``, hooks on parameters and ``torch.autograd.grad`` are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from autopar.errors import ConfigError
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class StepInFlight(Protocol):
+    """A step between its call and its backward."""
+
+    def hand_over(self, tangents: Sequence[torch.Tensor]) -> Gradients:
+        """Gradients of the trained parameters, once; ``tangents`` are those of the results."""
+        ...
+
+
+class _Step(torch.autograd.Function):
+    """Results of a step as functions of the parameters."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # torch declares *args
+        ctx: torch.autograd.function.FunctionCtx,
+        anchor: torch.Tensor,
+        step: StepInFlight,
+        values: tuple[torch.Tensor, ...],
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.step = step  # type: ignore[attr-defined]  # contexts take attributes
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(  # type: ignore[override]  # torch declares *grads
+        ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: second derivatives of a compiled model are not supported; "
+                "call backward() without it"
+            )
+        step: StepInFlight = ctx.step  # type: ignore[attr-defined]
+        return (None, None, None, *step.hand_over(tangents))
+
+
+class _Closed(torch.autograd.Function):
+    """An output that no gradient can flow into."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        anchor: torch.Tensor,
+        value: torch.Tensor,
+        path: str,
+    ) -> torch.Tensor:
+        ctx.path = path  # type: ignore[attr-defined]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
+    ) -> tuple[None, None, None]:
+        path = ctx.path  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"a gradient flows into output {path!r}, but the step has already differentiated the "
+            "model's own loss; make that term part of the loss by loss= of autopar.compile()"
+        )
+
+
+def as_functions(
+    step: StepInFlight, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``values`` with a ``grad_fn`` that asks ``step`` for the gradients of ``parameters``."""
+    # ranks without parameters need a differentiable input too
+    anchor = torch.zeros((), requires_grad=True)
+    results: tuple[torch.Tensor, ...] = _Step.apply(anchor, step, tuple(values), *parameters)
+    return results
+
+
+def close(value: torch.Tensor, path: str) -> torch.Tensor:
+    """``value`` such that a gradient into it raises."""
+    if not value.is_floating_point():
+        return value
+    anchor = torch.zeros((), requires_grad=True)
+    closed: torch.Tensor = _Closed.apply(anchor, value, path)
+    return closed

@@ -1,0 +1,220 @@
+"""The user's module with a compiled forward.
+
+The module stays the object that it was: its class is extended by :class:`CompiledModule` under the
+same name, so that ``isinstance``, ``config``, ``train()`` and ``eval()`` keep working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from autopar.capture.calls import ModelCall, bind_call
+from autopar.errors import ConfigError
+from autopar.plan.types import Plan
+from autopar.runtime.gathering import full_state, load_state
+from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.session import Session
+
+_STATE = "_autopar_state"
+_BATCH = "batch"
+
+Launch = Callable[[torch.nn.Module, ModelCall], Session]
+"""Capture and plan a first call, and make it ready to run; raises where it can't run."""
+
+
+class IncompatibleKeys(NamedTuple):
+    """Keys that ``load_state_dict`` missed, and those it did not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompiledState:
+    """What a compiled module knows.
+
+    Attributes:
+        launch: Makes the session at the first call; raises in a process that only plans.
+        guard: Keeps optimizers with the parameters; None in a process that only plans.
+        has_loss: Whether a loss function is part of the call.
+        takes_batch: Whether that function is given an argument ``batch`` beside the model's.
+        plan: Once there is one.
+        session: Once the model runs.
+        own_forward: A ``forward`` that stood on the object and not on its class.
+        report: Text of the plan's report.
+    """
+
+    launch: Launch
+    guard: OptimizerGuard | None
+    has_loss: bool
+    takes_batch: bool
+    report: Callable[[Plan], str]
+    plan: Plan | None = None
+    session: Session | None = None
+    own_forward: Callable[..., object] | None = field(default=None)
+
+
+def state_of(model: torch.nn.Module) -> CompiledState:
+    """What a compiled module knows."""
+    state = model.__dict__[_STATE]
+    assert isinstance(state, CompiledState)
+    return state
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the module went through :func:`extend`."""
+    return _STATE in model.__dict__
+
+
+class CompiledModule(torch.nn.Module):
+    """What compiling adds to the user's class."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first call of a model compiled without inputs."""
+        return state_of(self).plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes, also on a rank without parameters."""
+        session = state_of(self).session
+        if session is not None:
+            return session.place.device
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def report(self) -> str:
+        """The plan in words: who does what, how long, how many bytes, and why."""
+        state = state_of(self)
+        if state.plan is None:
+            raise ConfigError(
+                "there is no plan yet: the model was compiled without inputs; call it once, or "
+                "pass inputs= to autopar.compile()"
+            )
+        return state.report(state.plan)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradient norm of the whole model, over all stages and shards.
+
+        Every rank must call it. Gives the norm before clipping, the same on every rank.
+
+        Args:
+            max_norm: Largest norm to leave.
+            norm_type: Order of the norm, above 0; ``float("inf")`` for the largest element.
+            error_if_nonfinite: Raise if the norm is nan or infinite.
+        """
+        return _session(self).norm.clip(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole, on the CPU of rank 0; empty on other ranks.
+
+        Every rank must call it. One parameter at a time is whole.
+        """
+        session = _session(self)
+        return full_state(session.residents, session.planned_programs, session.plan.mesh, session.place)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load this rank's part of a state dict with whole tensors, or with ``DTensor`` shards.
+
+        Args:
+            state_dict: Of the uncompiled model, or of the model compiled under any plan.
+            strict: Refuse missing and unknown names.
+            assign: Not supported: storage stays where the programs read it.
+        """
+        state = state_of(self)
+        if state.session is None:
+            missing = super().load_state_dict(state_dict, strict=strict, assign=assign)
+            return IncompatibleKeys(missing.missing_keys, missing.unexpected_keys)
+        if assign:
+            raise ConfigError("load_state_dict(assign=True): a compiled model keeps its storage")
+        return IncompatibleKeys(*load_state(state.session.residents, state_dict, strict=strict))
+
+
+def extend(model: torch.nn.Module, state: CompiledState) -> None:
+    """Turn ``model`` into a compiled module, in place."""
+    base = type(model)
+    forward = base.forward
+    state.own_forward = model.__dict__.pop("forward", None)
+    shown = state.own_forward or forward
+
+    @functools.wraps(shown)
+    def compiled_forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        return _call(self, args, kwargs)
+
+    if state.own_forward is not None:  # it was bound already: its signature has no self
+        compiled_forward.__signature__ = _with_self(state.own_forward)  # type: ignore[attr-defined]
+    names: dict[str, object] = {
+        "forward": compiled_forward,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    model.__dict__[_STATE] = state
+    model.__class__ = type(base.__name__, (CompiledModule, base), names)
+
+
+def _with_self(bound: Callable[..., object]) -> inspect.Signature:
+    signature = inspect.signature(bound)
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    kinds = [p for p in signature.parameters.values()]
+    return signature.replace(parameters=[owner, *kinds])
+
+
+@contextlib.contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Give the module its own class and forward back while the body runs."""
+    compiled = type(model)
+    state = state_of(model)
+    bases = compiled.__mro__
+    model.__class__ = bases[bases.index(CompiledModule) + 1]
+    if state.own_forward is not None:
+        model.__dict__["forward"] = state.own_forward
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+        model.__class__ = compiled
+
+
+def bind(
+    model: torch.nn.Module, state: CompiledState, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[ModelCall, bool]:
+    """The call with named arguments, and whether the loss function is part of it."""
+    named = dict(kwargs)
+    batch = None
+    if state.has_loss and state.takes_batch:
+        batch = named.get(_BATCH)
+        if _BATCH not in inspect.signature(model.forward).parameters:
+            named.pop(_BATCH, None)
+    with_loss = state.has_loss and (batch is not None or not state.takes_batch)
+    return bind_call(model, args, named, batch=batch), with_loss
+
+
+def _call(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    state = state_of(model)
+    call, with_loss = bind(model, state, args, kwargs)
+    if state.session is None:
+        state.session = state.launch(model, call)
+    return state.session.call(model, call, with_loss=with_loss)
+
+
+def _session(model: torch.nn.Module) -> Session:
+    session = state_of(model).session
+    if session is None:
+        raise ConfigError(
+            "the compiled model does not run here: it was only planned, or was compiled without "
+            "inputs and not called yet; call it once under torchrun"
+        )
+    return session

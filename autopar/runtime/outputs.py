@@ -1,0 +1,129 @@
+"""The result of a call in the model's own classes.
+
+In training only the loss and the outputs that the user names are gathered. The other fields hold
+a :class:`NotGathered`, which raises whenever it is used; fields of a model output class raise when
+they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NoReturn
+
+import torch
+
+from autopar.capture.structure import Structure, rebuild
+from autopar.errors import ConfigError
+
+
+class OutputError(ConfigError, AttributeError):
+    """An output was used that the plan does not gather."""
+
+
+class NotGathered:
+    """Stands in for an output that training does not gather.
+
+    Args:
+        path: Path in the model's result.
+    """
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def refuse(self) -> NoReturn:
+        """Say what to do about it."""
+        raise OutputError(
+            f"output {self.path!r} is not gathered in training; pass outputs=[{self.path!r}] to "
+            "autopar.compile(), or call the model under torch.no_grad()"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self.refuse()
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self.refuse()
+
+    def __iter__(self) -> NoReturn:
+        self.refuse()
+
+    def __len__(self) -> NoReturn:
+        self.refuse()
+
+    def __bool__(self) -> NoReturn:
+        self.refuse()
+
+    def __float__(self) -> NoReturn:
+        self.refuse()
+
+    def __add__(self, other: object) -> NoReturn:
+        self.refuse()
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __add__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> NoReturn:
+        """Refuse to be an operand of a torch function."""
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, cls):
+                value.refuse()
+        raise OutputError("an output that is not gathered in training was given to torch")
+
+    def __repr__(self) -> str:
+        return f"<{self.path} is not gathered in training>"
+
+
+def build_result(spec: Structure, values: Mapping[str, torch.Tensor]) -> object:
+    """The model's result.
+
+    Args:
+        spec: Its structure, from capture.
+        values: Tensors by path; what is missing becomes :class:`NotGathered`.
+    """
+    result = rebuild(spec, lambda path: values[path] if path in values else NotGathered(path))
+    kind = type(result)
+    fields = getattr(kind, "__dataclass_fields__", None)
+    if fields and isinstance(result, Mapping) and _has_missing(result):
+        result.__class__ = _guarded_class(kind)
+    return result
+
+
+def _has_missing(result: Mapping[object, object]) -> bool:
+    return any(isinstance(value, NotGathered) for value in result.values())
+
+
+@cache
+def _guarded_class(kind: type) -> type:
+    """``kind`` whose fields raise on access when they hold a :class:`NotGathered`."""
+
+    def read_attribute(self: object, name: str) -> object:
+        value = kind.__getattribute__(self, name)
+        if isinstance(value, NotGathered):
+            value.refuse()
+        return value
+
+    def read_item(self: object, key: object) -> object:
+        value = kind.__getitem__(self, key)  # type: ignore[attr-defined]  # a mapping
+        if isinstance(value, NotGathered):
+            value.refuse()
+        return value
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {
+            "__getattribute__": read_attribute,
+            "__getitem__": read_item,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+        },
+    )

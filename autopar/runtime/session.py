@@ -1,0 +1,270 @@
+"""What stands behind a compiled module on one rank: programs, tensors, and the steps it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.capture.calls import LossFunction, ModelCall
+from autopar.capture.structure import TensorLeaf, leaves
+from autopar.capture.tracing import Captured, capture
+from autopar.errors import CaptureError, ConfigError, InputError, PassError, ShardingError
+from autopar.ir.graph import InputKind
+from autopar.plan.types import Plan
+from autopar.runtime.batches import (
+    CallKey,
+    call_key,
+    changed_inputs,
+    check_batch,
+    is_larger,
+)
+from autopar.runtime.clipping import GradientNorm, route_clip_grad_norm
+from autopar.runtime.driving import Driver
+from autopar.runtime.inputs import StepInputs
+from autopar.runtime.model_step import ModelStep
+from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.place import Place
+from autopar.runtime.requests import Running
+from autopar.runtime.surgery import Residents
+from autopar.runtime.variants import (
+    Variant,
+    check_same_storage,
+    make_variant,
+    planned_decisions,
+    transfer,
+)
+from autopar.sharding.programs import LocalPrograms
+
+logger = logging.getLogger(__name__)
+
+_KEY_BYTES = 8
+_MASK_63 = (1 << 63) - 1  # an int64 that is not negative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the user asked for beside the plan.
+
+    Attributes:
+        loss: Loss function of the result and the batch, or None.
+        outputs: Paths of outputs that training returns whole.
+        seed: Seed of dropout and of weights on the meta device.
+    """
+
+    loss: LossFunction | None = None
+    outputs: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def step_key(seed: int, step: int) -> int:
+    """Key of the random operators in a step: the same on every rank, under every plan."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=_KEY_BYTES).digest()
+    return int.from_bytes(digest, "big") & _MASK_63
+
+
+class Session:
+    """Runs calls of one compiled module on this rank.
+
+    Args:
+        plan: The plan in force.
+        captured: The call that it was made for.
+        options: What the user asked for.
+        place: This process.
+        residents: Parameters and buffers in the module.
+        planned: The programs of the planned call.
+        driver: Answers what steps ask for.
+        guard: Keeps optimizers with the parameters.
+        uncompiled: Gives the module its own class back while something is captured.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        captured: Captured,
+        options: RunOptions,
+        place: Place,
+        residents: Residents,
+        planned: Variant,
+        driver: Driver,
+        guard: OptimizerGuard,
+        uncompiled: Callable[[torch.nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        self.plan = plan
+        self.captured = captured
+        self.options = options
+        self.place = place
+        self.residents = residents
+        self.step = 0
+        self.norm = GradientNorm(
+            residents.store, device=place.device, distributed=place.is_distributed
+        )
+        if place.is_distributed:
+            route_clip_grad_norm(self.norm)
+        self._driver = driver
+        self._guard = guard  # lives as long as the session: its hooks end with it
+        self._uncompiled = uncompiled
+        self._planned = planned
+        self._variants: dict[CallKey, Variant] = {}
+        self._tangent = 1.0
+
+    # ------------------------------------------------------------ calls
+    def call(self, model: torch.nn.Module, call: ModelCall, *, with_loss: bool) -> object:
+        """The result of one call of the model.
+
+        Args:
+            model: The compiled module.
+            call: Its arguments, the global batch.
+            with_loss: Whether the user's loss function is part of the call.
+        """
+        trains = any(spec.requires_grad for spec in self.residents.store.every.values())
+        backward = torch.is_grad_enabled() and trains
+        variant = self._variant(model, call, backward=backward, with_loss=with_loss)
+        tensors = call.tensors()
+        self._check_frozen()
+        self.step += 1
+        return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
+
+    @property
+    def planned_programs(self) -> LocalPrograms:
+        """The programs of the call that was planned."""
+        return self._planned.local
+
+    def adopt(self, key: CallKey, variant: Variant) -> None:
+        """Run calls like ``key`` by ``variant``."""
+        self._variants[key] = variant
+
+    def _variant(
+        self, model: torch.nn.Module, call: ModelCall, *, backward: bool, with_loss: bool
+    ) -> Variant:
+        key = call_key(model, call, backward=backward)
+        found = self._variants.get(key)
+        if found is None:
+            found = self._variants[key] = self._new_variant(model, call, backward, with_loss)
+        return found
+
+    def _new_variant(
+        self, model: torch.nn.Module, call: ModelCall, backward: bool, with_loss: bool
+    ) -> Variant:
+        tensors = call.tensors()
+        metas = self.captured.input_metas
+        if set(tensors) == set(metas) or backward:
+            check_batch(tensors, metas, self.place.device, rank=self.place.label)
+        changed = changed_inputs(tensors, {p: m for p, m in metas.items() if p in tensors})
+        loss = self.options.loss if with_loss else None
+        try:
+            captured = self._recapture(model, call, loss, backward)
+            is_planned = captured.hash == self.captured.hash
+            decisions = planned_decisions(self.plan, self.captured.graph)
+            if not is_planned:
+                decisions = transfer(
+                    decisions,
+                    self.captured.graph,
+                    captured.graph,
+                    microbatch_statistics=self.plan.microbatch_statistics,
+                )
+            decisions = replace(
+                decisions, gather_outputs=gathered(captured, self.options, backward)
+            )
+            variant = make_variant(
+                captured, decisions, self.plan, rank=self.place.rank,
+                device=self.place.device, backward=backward,
+            )  # fmt: skip
+        except (CaptureError, ShardingError, PassError) as error:
+            if not changed:
+                raise
+            raise InputError(
+                f"the batch has {'; '.join(changed)}, and the plan can't be used for it "
+                f"({error}); pass the global batch that the model was compiled for, or compile again"
+            ) from error
+        check_same_storage(self._planned.local, variant.local)
+        if changed and is_larger(tensors, metas):
+            logger.warning(
+                "batch has %s: larger than planned, memory is not promised", "; ".join(changed)
+            )
+        return variant
+
+    def _recapture(
+        self, model: torch.nn.Module, call: ModelCall, loss: LossFunction | None, backward: bool
+    ) -> Captured:
+        """The program of a call; the planned one's form where only gradients are not wanted."""
+        with self.residents.whole_shapes(), self._uncompiled(model):
+            return capture(
+                model,
+                call.args(),
+                call.kwargs(),
+                loss=loss,
+                batch=call.values.get("batch") if call.batch_is == "given" else None,
+                train=backward or model.training,  # without gradients: the same, B left out
+            )
+
+    def _check_frozen(self) -> None:
+        for item in self.residents.store:
+            if item.parameter.requires_grad and not item.spec.requires_grad:
+                raise ConfigError(
+                    f"parameter {item.spec.name!r} was frozen when the model was compiled and "
+                    "requires a gradient now; compile the model again"
+                )
+
+    # ------------------------------------------------------------ steps
+    def drive(self, running: Running) -> object:
+        """Run a generator of a step to its end."""
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            return self._driver.run(running)
+
+    def inputs(
+        self, variant: Variant, tensors: Mapping[str, torch.Tensor], key: int
+    ) -> StepInputs:
+        """What a step on this rank reads."""
+        device = self.place.device
+        constants = variant.captured.constants
+        by_name = {i.name: i.target for i in variant.captured.graph.of_kind(InputKind.CONSTANT)}
+        return StepInputs(
+            params=self.residents.store.storage(),
+            buffers=self.residents.buffers,
+            users=tensors,
+            rng_key=torch.tensor(key, dtype=torch.int64, device=device),
+            constants={by_name[name]: value.to(device) for name, value in constants.items()},
+        )
+
+    def apply_buffers(self, new: Mapping[str, torch.Tensor]) -> None:
+        """Copy the buffers that a step changed into those that the module holds."""
+        for name, value in new.items():
+            held = self.residents.buffers.get(name)
+            if held is not None and value is not held:
+                held.copy_(value)
+
+    @property
+    def tangent(self) -> float:
+        """The gradient of the loss that the next step assumes."""
+        return self._tangent
+
+    def note_tangent(self, value: float) -> None:
+        """A backward received ``value``; the next step will assume it."""
+        if value and math.isfinite(value):  # others could not be scaled back
+            self._tangent = value
+
+
+def gathered(captured: Captured, options: RunOptions, backward: bool) -> frozenset[str]:
+    """Paths of the outputs that a call returns whole.
+
+    Raises:
+        ConfigError: The user names an output that the model does not have.
+    """
+    found = {leaf.path for leaf in leaves(captured.output_spec) if isinstance(leaf, TensorLeaf)}
+    others = found - {captured.loss_path}
+    unknown = [path for path in options.outputs if path not in found]
+    if unknown and backward:
+        raise ConfigError(
+            f"outputs={list(options.outputs)!r}: the model has no output "
+            f"{', '.join(map(repr, unknown))}; it has {', '.join(map(repr, sorted(found)))}"
+        )
+    if backward and captured.has_loss:
+        return frozenset(path for path in options.outputs if path in others)
+    return frozenset(others)

@@ -1,0 +1,217 @@
+"""Run a whole step of all ranks in one process and put their results together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from autopar.errors import EquivalenceError
+from autopar.plan.actions import Action
+from autopar.plan.types import MeshShape
+from autopar.runtime.blocks import assemble, take_block
+from autopar.runtime.finish import finish, share_outputs
+from autopar.runtime.inputs import StepInputs
+from autopar.runtime.load import LoadedPrograms, load
+from autopar.runtime.lockstep import Traffic, run_lockstep
+from autopar.runtime.requests import Running
+from autopar.runtime.step import RankStep
+from autopar.sharding.placement import Layout, Shard
+from autopar.sharding.programs import LocalPrograms
+
+REPLICA_TOLERANCE = 1e-12
+"""Largest difference between replicas, relative to the largest element: float64 rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """What all ranks made together.
+
+    Attributes:
+        losses: By path.
+        grads: Whole gradients by parameter.
+        buffers: Whole buffers after the step.
+        outputs: Whole outputs by path.
+        traffic: Collectives and messages.
+        peak_saved_bytes: Per rank, most bytes held between F and B.
+        replica_gap: Largest difference between ranks that hold the same values, over all losses,
+            gradients, buffers and outputs, relative to the largest element.
+    """
+
+    losses: Mapping[str, torch.Tensor]
+    grads: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    traffic: Traffic
+    peak_saved_bytes: tuple[int, ...]
+    replica_gap: float
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The first loss."""
+        return next(iter(self.losses.values()))
+
+
+def simulate_step(
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    actions: Sequence[Sequence[Action]],
+    *,
+    params: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    rng_key: torch.Tensor | None = None,
+    loss_tangent: float | torch.Tensor = 1.0,
+    tangents: Mapping[str, torch.Tensor] | None = None,
+    forward_only: bool = False,
+    loaded: LoadedPrograms | None = None,
+    replica_tolerance: float = REPLICA_TOLERANCE,
+) -> SimulatedStep:
+    """One step of every rank, in lockstep.
+
+    Args:
+        programs: What the ranks run.
+        mesh: Ranks per axis.
+        actions: Per pipeline rank, its action list.
+        params: Whole parameters by first name.
+        inputs: Whole call arguments by path.
+        buffers: Whole buffers by name.
+        constants: Captured constants.
+        rng_key: Key of the random operators.
+        loss_tangent: Gradient with respect to the loss.
+        tangents: Whole gradients with respect to outputs, for models without a loss.
+        forward_only: Evaluate; the actions hold no backward.
+        loaded: The same programs already loaded, to save the emission.
+        replica_tolerance: Largest allowed ``replica_gap``.
+
+    Raises:
+        DeadlockError: The ranks can't go on, or disagree.
+        EquivalenceError: Ranks that should hold the same values do not.
+    """
+    if loaded is None:
+        loaded = load(programs, mesh, forward_only=forward_only)
+    steps = []
+    for rank in range(mesh.num_ranks):
+        given = StepInputs(
+            params=stored_params(programs, mesh, rank, params),
+            buffers=dict(buffers or {}),
+            users=inputs,
+            rng_key=rng_key,
+            constants=constants or {},
+            loss_tangent=loss_tangent,
+            tangents=tangents or {},
+        )
+        steps.append(RankStep(loaded, rank, given, measure=True))
+    outputs: list[dict[str, torch.Tensor]] = [{} for _ in steps]
+
+    def whole_step(step: RankStep) -> Running:
+        yield from step.run(actions[step.pp])
+        yield from finish(step)
+        outputs[step.rank] = yield from share_outputs(step)
+
+    running = [whole_step(step) for step in steps]
+    traffic = run_lockstep(running, mesh, lambda rank: steps[rank].position)
+    return _together(programs, mesh, steps, outputs, traffic, replica_tolerance)
+
+
+def stored_params(
+    programs: LocalPrograms, mesh: MeshShape, rank: int, params: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Storage blocks of the parameters that a rank's stages own."""
+    pp, dp, tp = mesh.coordinate(rank)
+    return {
+        name: take_block(params[name], spec.storage, (0, dp, tp), (1, *programs.axis_sizes[1:]))
+        for name, spec in programs.params.items()
+        if mesh.pipeline_rank(spec.owner) == pp
+    }
+
+
+def _together(
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    steps: Sequence[RankStep],
+    outputs: Sequence[Mapping[str, torch.Tensor]],
+    traffic: Traffic,
+    tolerance: float,
+) -> SimulatedStep:
+    gaps: dict[str, float] = {"nothing": 0.0}
+    grads = {}
+    for name, param in programs.params.items():
+        pp = mesh.pipeline_rank(param.owner)
+        ranks = [mesh.rank_of(pp, dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+        if all(name in steps[r].gradients[param.owner] for r in ranks):
+            blocks = {steps[r].dp_tp: steps[r].gradients[param.owner][name] for r in ranks}
+            grads[name], gaps[f"gradient of {name}"] = _whole(
+                blocks, param.meta.shape, param.storage[1:], mesh
+            )
+    losses = {}
+    for path in steps[0].losses:
+        losses[path] = steps[0].losses[path]
+        gaps[f"loss {path}"] = _gap([s.losses[path] for s in steps])
+    buffers = {}
+    for name, stages in programs.buffer_stages.items():
+        own = {mesh.pipeline_rank(s) for s in stages}
+        copies = [s.buffers[name] for s in steps if s.pp in own]
+        if copies:
+            buffers[name] = copies[0]
+            gaps[f"buffer {name}"] = _gap(copies)
+    made = {}
+    specs = {r.target: r.spec for r in programs.results if r.kind == "output"}
+    for path, spec in specs.items():
+        for pp in range(mesh.pp):
+            blocks = {s.dp_tp: outputs[s.rank][path] for s in steps if s.pp == pp}
+            made[path], gaps[f"output {path}"] = _whole(
+                blocks, spec.meta.shape, spec.layout[1:], mesh
+            )
+    worst = max(gaps, key=lambda name: gaps[name])
+    if gaps[worst] > tolerance:
+        raise EquivalenceError(
+            f"{worst} differs between ranks that hold the same values by {gaps[worst]:.3g} of its "
+            f"largest element, allowed is {tolerance:.3g}"
+        )
+    return SimulatedStep(
+        losses=losses,
+        grads=grads,
+        buffers=buffers,
+        outputs=made,
+        traffic=traffic,
+        peak_saved_bytes=tuple(s.peak_saved_bytes for s in steps),
+        replica_gap=gaps[worst],
+    )
+
+
+def _whole(
+    blocks: Mapping[tuple[int, int], torch.Tensor],
+    shape: Sequence[int],
+    layout: Layout,
+    mesh: MeshShape,
+) -> tuple[torch.Tensor, float]:
+    """The whole tensor from the blocks by (dp, tp), and the largest gap between replicas."""
+
+    def key(dp: int, tp: int) -> tuple[int, ...]:
+        at = zip(layout, (dp, tp), strict=True)
+        return tuple(p if isinstance(placement, Shard) else 0 for placement, p in at)
+
+    def gap_at(dp: int, tp: int) -> float:
+        first = key(dp, tp)
+        return _gap([blocks[dp, tp], blocks[first[0], first[1]]])
+
+    gap = max(gap_at(dp, tp) for dp, tp in product(range(mesh.dp), range(mesh.tp)))
+    whole = assemble(lambda at: blocks[at[0], at[1]], shape, layout, (mesh.dp, mesh.tp))
+    return whole, gap
+
+
+def _gap(copies: Sequence[torch.Tensor]) -> float:
+    """Largest difference from the first copy, relative to the largest element; NaNs agree."""
+    first = copies[0].double()
+    scale = max(float(first.abs().nan_to_num(0.0, 0.0, 0.0).max()) if first.numel() else 0.0, 1e-300)
+    worst = 0.0
+    for copy in copies[1:]:
+        same = (copy == copies[0]) | (copy.isnan() & copies[0].isnan())
+        if not bool(same.all()):
+            difference = (copy.double() - first).abs()
+            worst = max(worst, float(difference.nan_to_num(float("inf")).max()) / scale)
+    return worst

@@ -1,0 +1,183 @@
+"""A captured call under a plan, ready to run on one rank.
+
+The plan is made for one call. A call of another mode (evaluation, no gradients) or of other shapes
+has a program of its own, which takes over every decision that still fits: an operator keeps its
+split if the other program has it under the same name; the data axes are propagated anew; the
+layouts in which parameters are stored must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.capture.tracing import Captured
+from autopar.errors import InputError, PlanError
+from autopar.ir.graph import Graph, Phase
+from autopar.plan.actions import Action
+from autopar.plan.decisions import decisions_of
+from autopar.plan.schedule import action_lists, compute_order, forward_order
+from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
+from autopar.runtime.load import LoadedPrograms, load
+from autopar.sharding.build import localize, signatures_of
+from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.programs import LocalPrograms
+from autopar.sharding.propagate import split_data_axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One captured call on one rank.
+
+    Attributes:
+        captured: What the call is.
+        local: The programs of all stages.
+        loaded: This rank's programs; None on an idle rank.
+        actions: This rank's list; empty on an idle rank.
+        backward: Whether gradients are computed.
+    """
+
+    captured: Captured
+    local: LocalPrograms
+    loaded: LoadedPrograms | None
+    actions: tuple[Action, ...]
+    backward: bool
+
+
+def make_variant(
+    captured: Captured,
+    decisions: Decisions,
+    plan: Plan,
+    *,
+    rank: int,
+    device: torch.device,
+    backward: bool,
+) -> Variant:
+    """Localize, emit and schedule a captured call.
+
+    Args:
+        captured: The call.
+        decisions: How it is split; ``gather_outputs`` says which outputs are returned.
+        plan: Gives mesh and schedule.
+        rank: This rank; one beyond the mesh is idle.
+        device: Where it computes.
+        backward: Whether gradients are wanted.
+    """
+    mesh = plan.mesh
+    local = localize(captured.graph, decisions, signatures_of(captured.graph))
+    if rank >= mesh.num_ranks:
+        return Variant(
+            captured=captured, local=local, loaded=None, actions=(), backward=backward
+        )
+    count = plan.num_microbatches
+    if not backward:
+        order = forward_order(mesh.pp, mesh.virtual, count)
+    else:
+        kind = plan.schedule if captured.has_loss else ScheduleKind.GPIPE
+        order = compute_order(kind, mesh.pp, mesh.virtual, count)
+    tied = {
+        (spec.owner, stage)
+        for spec in local.params.values()
+        for stage in spec.stages
+        if stage != spec.owner
+    }
+    lists = action_lists(
+        order,
+        mesh,
+        forward_edges=local.forward_edges,
+        backward_edges=local.backward_edges if backward else (),
+        tied=sorted(tied),
+        zero_levels=[stage.zero_level for stage in plan.stages],
+    )
+    pp = mesh.coordinate(rank)[0]
+    own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
+    loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
+    return Variant(
+        captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward
+    )
+
+
+def planned_decisions(plan: Plan, graph: Graph) -> Decisions:
+    """The plan's decisions for the graph that it was made for."""
+    decisions = decisions_of(plan, graph)
+    if plan.num_microbatches == 1 or decisions.prologue:
+        return decisions
+    splits = split_data_axes(
+        graph,
+        signatures_of(graph),
+        num_microbatches=plan.num_microbatches,
+        dp=plan.mesh.dp,
+        microbatch_statistics=plan.microbatch_statistics,
+    )
+    return replace(decisions, prologue=splits.mb.prologue)
+
+
+def transfer(
+    decisions: Decisions, old: Graph, new: Graph, *, microbatch_statistics: bool = False
+) -> Decisions:
+    """The decisions for another program of the same model.
+
+    Args:
+        decisions: Made for ``old``.
+        old: The program that was planned.
+        new: The program of a call of another mode or shape.
+        microbatch_statistics: As in the plan.
+
+    Raises:
+        PlanError: No operator of the new program can start one of the stages.
+    """
+    before = {node.name: node.op for node in old.nodes}
+    same = {node.name for node in new.nodes if before.get(node.name) == node.op}
+    same |= {entry.name for entry in new.inputs}
+    tp = {n: c for n, c in decisions.choices.get(TP_AXIS, {}).items() if n in same}
+    splits = split_data_axes(
+        new,
+        signatures_of(new),
+        num_microbatches=decisions.axis_sizes[0],
+        dp=decisions.axis_sizes[1],
+        microbatch_statistics=microbatch_statistics,
+    )
+    choices: dict[str, Mapping[str, Choice]] = {**splits.choices, TP_AXIS: tp}
+    return replace(
+        decisions,
+        choices=choices,
+        prologue=splits.mb.prologue,
+        firsts=_transfer_firsts(decisions.firsts, old, same, new),
+        recompute=frozenset(decisions.recompute & same),
+    )
+
+
+def _transfer_firsts(
+    firsts: tuple[str, ...], old: Graph, same: set[str], new: Graph
+) -> tuple[str, ...]:
+    """For each stage its first operator that the new program has too."""
+    order = [node.name for node in old.nodes if node.phase is Phase.FORWARD]
+    moved: list[str] = []
+    for first in firsts:
+        later = order[order.index(first) :]
+        name = next((n for n in later if n in same), None)
+        if name is None:
+            raise PlanError(
+                f"the stage that starts at {first!r} has no operator in common with this call's "
+                f"program of {len(new.nodes)} operators; compile the model for this call"
+            )
+        moved.append(name)
+    return tuple(moved)
+
+
+def check_same_storage(planned: LocalPrograms, other: LocalPrograms) -> None:
+    """Refuse programs that want parameters stored elsewhere or otherwise.
+
+    Raises:
+        InputError: Some parameter has another owner or layout.
+    """
+    for name, spec in other.params.items():
+        home = planned.params.get(name)
+        if home is None or (home.owner, home.storage) != (spec.owner, spec.storage):
+            raise InputError(
+                f"this call needs parameter {name!r} on stage {spec.owner} as "
+                f"{spec.storage}, it is stored on stage {home.owner if home else None} as "
+                f"{home.storage if home else None}; compile the model for this call"
+            )

@@ -1,0 +1,371 @@
+"""From a joint graph and decisions to :class:`~autopar.sharding.programs.LocalPrograms`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import ShardingError
+from autopar.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Meta,
+    Output,
+    OutputKind,
+    Ref,
+    TensorMeta,
+)
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.emitter import Emitter
+from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
+from autopar.sharding.placement import Layout, R, Varying, local_shape
+from autopar.sharding.programs import (
+    AXES,
+    LocalPrograms,
+    ParamSpec,
+    ResultSpec,
+    StagePrograms,
+    TensorSpec,
+)
+from autopar.sharding.rules import Memo, Registry, default_registry
+from autopar.sharding.signature import OpSignature
+from autopar.sharding.split import Halves, assemble, split_forward_backward
+from autopar.sharding.stages import StageDemand, StageMap, assign_stages, stage_demands
+from autopar.sharding.storage import storage_layout
+
+EMPTY = Graph((), (), ())
+
+
+def localize(graph: Graph, decisions: Decisions, signatures: Signatures) -> LocalPrograms:
+    """The programs of every stage.
+
+    Args:
+        graph: The joint graph, global shapes.
+        decisions: What the plan says.
+        signatures: Named dims of every operator (:func:`signatures_of`).
+
+    Raises:
+        ShardingError: The decisions don't fit the graph.
+    """
+    stage_map = assign_stages(graph, decisions.firsts)
+    demands = stage_demands(graph, stage_map, decisions.gather_outputs)
+    layouts = Layouts.of(graph, decisions)
+    bodies = [
+        StageLocalizer(stage, layouts, signatures, stage_map).run(demands[stage])
+        for stage in range(stage_map.num_stages)
+    ]
+    return _Builder(graph, decisions, layouts, stage_map, demands, bodies).build(signatures)
+
+
+def signatures_of(
+    graph: Graph, registry: Registry | None = None, memo: Memo | None = None
+) -> dict[str, OpSignature | None]:
+    """Named dims of every operator; None where there is no rule.
+
+    Args:
+        graph: The joint graph.
+        registry: Rules; the built-in ones and the user's own if None.
+        memo: Signatures found earlier, so that a repeated block costs nothing.
+    """
+    rules = registry or default_registry()
+    memo = {} if memo is None else memo
+    metas = graph.metas()
+    return {
+        node.name: rules.signature(node, [metas[r] for r in node.refs()], memo=memo)
+        for node in graph.nodes
+        if node.op != "getitem"
+    }
+
+
+@dataclass(slots=True)
+class _Builder:
+    graph: Graph
+    decisions: Decisions
+    layouts: Layouts
+    map: StageMap
+    demands: tuple[StageDemand, ...]
+    bodies: list[StageBody]
+
+    def build(self, signatures: Signatures) -> LocalPrograms:
+        varying = self._has_varying()
+        halves = [self._halves(body) for body in self.bodies]
+        params = self._params(halves)
+        forward_edges, backward_edges = self._edges()
+        stages = tuple(
+            self._programs(body, half, params)
+            for body, half in zip(self.bodies, halves, strict=True)
+        )
+        return LocalPrograms(
+            axis_sizes=self.decisions.axis_sizes,
+            stages=stages,
+            params=params,
+            buffers={
+                i.target: i.meta for i in self.graph.of_kind(InputKind.BUFFER) if i.meta is not None
+            },
+            buffer_stages=self._stages_of(stages, InputKind.BUFFER, OutputKind.MUTATION),
+            users=self._specs(InputKind.USER),
+            user_stages=self._stages_of(stages, InputKind.USER, None),
+            tangents=self._specs(InputKind.TANGENT),
+            results=self._results(varying),
+            forward_edges=forward_edges,
+            backward_edges=backward_edges,
+            edge_metas=self._edge_metas(),
+            grads={
+                (body.index, target): TensorSpec(self._param_meta(target), self._full(layout))
+                for body in self.bodies
+                for target, (_, layout) in body.grads.items()
+            },
+            saved={body.index: half.saved for body, half in zip(self.bodies, halves, strict=True)},
+            unruled=tuple(
+                f"{n.op} at {n.source or n.name}"
+                for n in self.graph.nodes
+                if n.op != "getitem" and signatures.get(n.name) is None
+            ),
+        )
+
+    # -- helpers -----------------------------------------------------------------------------------
+    def _full(self, layout: Layout) -> Layout:
+        by_axis = dict(zip(self.decisions.axes, layout, strict=True))
+        return tuple(by_axis.get(a, R) for a in AXES)
+
+    def _param_meta(self, target: str) -> TensorMeta:
+        entry = self._param_inputs()[target]
+        if entry.meta is None:
+            raise ShardingError(f"parameter {target!r} has no shape")
+        return entry.meta
+
+    def _param_inputs(self) -> dict[str, Input]:
+        return {i.target: i for i in self.graph.of_kind(InputKind.PARAM)}
+
+    def _has_varying(self) -> bool:
+        return any(
+            isinstance(p, Varying)
+            for body in self.bodies
+            for kind, _, _, layout in body.results
+            if kind is OutputKind.MUTATION
+            for p in layout
+        )
+
+    def _specs(self, kind: InputKind) -> dict[str, TensorSpec]:
+        return {
+            i.target: TensorSpec(i.meta, self.layouts.full(i.name))
+            for i in self.graph.of_kind(kind)
+            if i.meta is not None
+        }
+
+    def _stages_of(
+        self, stages: tuple[StagePrograms, ...], kind: InputKind, output: OutputKind | None
+    ) -> dict[str, tuple[int, ...]]:
+        found: dict[str, set[int]] = {i.target: set() for i in self.graph.of_kind(kind)}
+        for stage in stages:
+            for program in (stage.prologue, stage.forward, stage.backward):
+                for entry in program.of_kind(kind):
+                    found[entry.target].add(stage.index)
+            if output is not None:
+                for result in stage.forward.outputs_of(output):
+                    found.setdefault(result.target, set()).add(stage.index)
+        return {name: tuple(sorted(where)) for name, where in found.items()}
+
+    def _results(self, varying: bool) -> tuple[ResultSpec, ...]:
+        specs = []
+        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
+        for body in self.bodies:
+            for kind, target, _, layout in body.results:
+                full = self._full(layout)
+                if kind is OutputKind.MUTATION and varying:
+                    full = (Varying(), *full[1:])
+                meta = self.layouts.metas[values[kind, target]]
+                specs.append(
+                    ResultSpec(
+                        kind=kind, target=target, stage=body.index, spec=TensorSpec(meta, full)
+                    )
+                )
+        return tuple(specs)
+
+    # -- edges -------------------------------------------------------------------------------------
+    def _edges(
+        self,
+    ) -> tuple[dict[tuple[int, int], tuple[str, ...]], dict[tuple[int, int], tuple[str, ...]]]:
+        forward: dict[tuple[int, int], list[str]] = {}
+        backward: dict[tuple[int, int], list[str]] = {}
+        for demand, body in zip(self.demands, self.bodies, strict=True):
+            for name in body.sends:
+                for reader in demand.readers[name]:
+                    table = forward if self._goes_forward(name, body.index, reader) else backward
+                    table.setdefault((body.index, reader), []).append(name)
+        return (
+            {edge: tuple(names) for edge, names in sorted(forward.items())},
+            {edge: tuple(names) for edge, names in sorted(backward.items())},
+        )
+
+    def _goes_forward(self, name: str, source: int, reader: int) -> bool:
+        if name in self.map.backward and reader > source:
+            raise ShardingError(
+                f"gradient {name!r} of stage {source} is read by later stage {reader}"
+            )
+        return reader > source
+
+    def _edge_metas(self) -> dict[str, TensorMeta]:
+        metas = {}
+        for body in self.bodies:
+            for name, ref in body.sends.items():
+                metas[name] = body.emitter.meta(ref)
+        return metas
+
+    # -- programs ----------------------------------------------------------------------------------
+    def _halves(self, body: StageBody) -> Halves:
+        demand = self.demands[body.index]
+        forward_roots = [ref.name for _, _, ref, _ in body.results]
+        backward_roots = [ref.name for ref, _ in body.grads.values()]
+        for name, ref in body.sends.items():
+            for reader in demand.readers[name]:
+                goes = self._goes_forward(name, body.index, reader)
+                (forward_roots if goes else backward_roots).append(ref.name)
+        forward_only = frozenset(n for n, stage in body.received.items() if stage < body.index)
+        return split_forward_backward(
+            tuple(body.emitter.nodes),
+            list(dict.fromkeys(forward_roots)),
+            list(dict.fromkeys(backward_roots)),
+            forward_only,
+            self.decisions.recompute,
+        )
+
+    def _params(self, halves: list[Halves]) -> dict[str, ParamSpec]:
+        used: dict[str, set[int]] = {}
+        for body, half in zip(self.bodies, halves, strict=True):
+            read = {r for n in (*half.forward, *half.backward) for r in n.refs()}
+            read |= {ref.name for _, _, ref, _ in body.results} | set(half.saved)
+            for target in body.grads:
+                used.setdefault(target, set()).add(body.index)
+            for name in body.read_inputs:
+                entry = self.graph.input_map()[name] if name in read else None
+                if entry is not None and entry.kind is InputKind.PARAM:
+                    used.setdefault(entry.target, set()).add(body.index)
+        specs = {}
+        for target, entry in self._param_inputs().items():
+            stages = tuple(sorted(used.get(target, ()))) or (0,)
+            levels = self.decisions.zero_levels
+            level = levels[stages[0]] if stages[0] < len(levels) else 0
+            compute = self.layouts.full(entry.name)
+            meta = self._param_meta(target)
+            specs[target] = ParamSpec(
+                name=target,
+                aliases=entry.aliases,
+                meta=meta,
+                requires_grad=entry.requires_grad,
+                owner=stages[0],
+                stages=stages,
+                storage=storage_layout(meta, compute, self.decisions.size("dp"), level),
+                compute=compute,
+            )
+        return specs
+
+    def _programs(
+        self, body: StageBody, half: Halves, params: Mapping[str, ParamSpec]
+    ) -> StagePrograms:
+        describe = self._describe(body)
+        forward_outputs = self._forward_outputs(body, half)
+        backward_outputs = self._backward_outputs(body)
+        saved = set(half.saved)
+        metas = body.emitter.metas
+        in_backward = dict(describe)
+        in_backward.update({n: (InputKind.SAVED, n, metas[n]) for n in saved})
+        return StagePrograms(
+            index=body.index,
+            unshard=self._unshard(body, params),
+            prologue=self._prologue(body),
+            forward=assemble(half.forward, forward_outputs, describe),
+            backward=assemble(half.backward, backward_outputs, in_backward),
+            reduce=self._reduce(body, params),
+            finish=self._finish(body),
+        )
+
+    def _describe(self, body: StageBody) -> dict[str, tuple[InputKind, str, Meta]]:
+        inputs, metas = self.graph.input_map(), body.emitter.metas
+        table: dict[str, tuple[InputKind, str, Meta]] = {}
+        for name in body.read_inputs:
+            table[name] = (inputs[name].kind, inputs[name].target, metas[name])
+        for name in body.received:
+            table[name] = (InputKind.RECV, name, metas[name])
+        for name, ref in body.prologue_values.items():
+            table[name] = (InputKind.PROLOGUE, name, body.prologue.meta(ref))
+        return table
+
+    def _forward_outputs(self, body: StageBody, half: Halves) -> tuple[Output, ...]:
+        demand = self.demands[body.index]
+        outputs = [
+            Output(OutputKind.SEND, name, ref)
+            for name, ref in body.sends.items()
+            if any(self._goes_forward(name, body.index, r) for r in demand.readers[name])
+        ]
+        outputs += [Output(kind, target, ref) for kind, target, ref, _ in body.results]
+        outputs += [Output(OutputKind.SAVED, name, Ref(name)) for name in half.saved]
+        return tuple(outputs)
+
+    def _backward_outputs(self, body: StageBody) -> tuple[Output, ...]:
+        demand = self.demands[body.index]
+        outputs = [
+            Output(OutputKind.SEND, name, ref)
+            for name, ref in body.sends.items()
+            if any(not self._goes_forward(name, body.index, r) for r in demand.readers[name])
+        ]
+        outputs += [Output(OutputKind.GRAD, t, ref) for t, (ref, _) in body.grads.items()]
+        return tuple(outputs)
+
+    def _prologue(self, body: StageBody) -> Graph:
+        inputs, metas = self.graph.input_map(), body.prologue.metas
+        describe: dict[str, tuple[InputKind, str, Meta]] = {
+            n: (inputs[n].kind, inputs[n].target, metas[n]) for n in body.prologue_inputs
+        }
+        outputs = tuple(
+            Output(OutputKind.PROLOGUE, name, ref) for name, ref in body.prologue_values.items()
+        )
+        return assemble(tuple(body.prologue.nodes), outputs, describe)
+
+    def _space_emitter(self) -> tuple[Emitter, tuple[int, ...]]:
+        """An emitter over the axes in space, and their positions in a full layout."""
+        axes = tuple(a for a in self.decisions.axes if a != "mb")
+        sizes = tuple(self.decisions.size(a) for a in axes)
+        return Emitter(axes, sizes), tuple(AXES.index(a) for a in axes)
+
+    def _move(
+        self, kind: OutputKind, items: list[tuple[str, TensorMeta, Layout, Layout, InputKind]]
+    ) -> Graph:
+        """A program that reshards named tensors: (target, true meta, from, to, input kind)."""
+        emitter, places = self._space_emitter()
+        describe: dict[str, tuple[InputKind, str, Meta]] = {}
+        outputs = []
+        for index, (target, meta, have, want, input_kind) in enumerate(items):
+            now, then = (tuple(layout[p] for p in places) for layout in (have, want))
+            local = TensorMeta(local_shape(meta.shape, now, emitter.sizes), meta.dtype)
+            name = f"{kind.value}_{index}"
+            emitter.origin = None
+            ref = emitter.reshard(emitter.bind(name, local), meta.shape, now, then)
+            describe[name] = (input_kind, target, local)
+            outputs.append(Output(kind, target, ref))
+        return assemble(tuple(emitter.nodes), tuple(outputs), describe)
+
+    def _unshard(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+        items = [
+            (p.name, p.meta, p.storage, p.compute, InputKind.PARAM)
+            for p in params.values()
+            if body.index in p.stages
+        ]
+        return self._move(OutputKind.PARAM, items)
+
+    def _reduce(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+        items = [
+            (t, params[t].meta, self._full(layout), params[t].storage, InputKind.GRAD)
+            for t, (_, layout) in body.grads.items()
+        ]
+        return self._move(OutputKind.GRAD, items)
+
+    def _finish(self, body: StageBody) -> Graph:
+        items: list[tuple[str, TensorMeta, Layout, Layout, InputKind]] = []
+        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
+        for kind, target, _, layout in body.results:
+            if kind is OutputKind.LOSS:
+                meta = self.layouts.metas[values[kind, target]]
+                items.append((target, meta, self._full(layout), (R, R, R), InputKind.GRAD))
+        return self._move(OutputKind.LOSS, items)

@@ -1,0 +1,33 @@
+"""Local forms of operators under special splits, by the name that a strategy carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.sharding.lowerings import batch, positions, softmax, vocabulary
+from autopar.sharding.lowerings.context import LowerContext, Lowering
+
+LOWERINGS: Mapping[str, Lowering] = {
+    "attention": positions.attention,
+    "batch_norm": batch.batch_norm,
+    "batch_norm_backward": batch.batch_norm_backward,
+    "dropout": positions.dropout,
+    "group_norm": batch.group_norm,
+    "group_norm_backward": batch.group_norm_backward,
+    "grouped_convolution": batch.grouped_convolution,
+    "log_softmax": softmax.log_softmax,
+    "log_softmax_backward": softmax.log_softmax_backward,
+    "nll_loss_backward": vocabulary.nll_loss_backward,
+    "nll_loss_sum": vocabulary.nll_loss_sum,
+    "random": positions.random,
+    "softmax": softmax.softmax,
+    "softmax_backward": softmax.softmax_backward,
+    "vocabulary_embedding": vocabulary.vocabulary_embedding,
+    "vocabulary_embedding_backward": vocabulary.vocabulary_embedding_backward,
+}
+"""Every lowering works when several axes carry it, also together with plain splits on others."""
+
+LOCAL_LOWERINGS = frozenset({"attention", "dropout", "random", "grouped_convolution"})
+"""Those that move nothing between ranks: legal over micro-batches too."""
+
+__all__ = ["LOCAL_LOWERINGS", "LOWERINGS", "LowerContext", "Lowering"]

@@ -1,0 +1,92 @@
+"""Operator rules: from an operator instance to its named dims.
+
+``signature`` looks a node up among the built-in rules and those that the user registered with
+``register``; ``Registry`` makes tables of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.graph import Meta, Node
+from autopar.sharding.rules import (
+    attention,
+    contraction,
+    elementwise,
+    factories,
+    indexing,
+    loss,
+    normalization,
+    pooling,
+    randomness,
+    reduction,
+    views,
+)
+from autopar.sharding.rules.call import Naming, OpCall, Rule
+from autopar.sharding.rules.normalization import MICROBATCH_STATISTICS
+from autopar.sharding.rules.registry import Memo, Registry
+from autopar.sharding.rules.template import Template, template
+from autopar.sharding.signature import OpSignature
+
+BUILTIN_RULES: Mapping[str, Rule] = {
+    **elementwise.RULES,
+    **contraction.RULES,
+    **reduction.RULES,
+    **normalization.RULES,
+    **views.RULES,
+    **indexing.RULES,
+    **attention.RULES,
+    **loss.RULES,
+    **factories.RULES,
+    **randomness.RULES,
+    **pooling.RULES,
+}
+"""Every rule that autopar brings, by operator name."""
+
+# The one table that changes after import: operators are registered per process, as torch's are,
+# so the rules of a user's own operators are too. `Registry.copy` isolates a test or a tool.
+_REGISTRY = Registry(BUILTIN_RULES)
+
+
+def default_registry() -> Registry:
+    """The registry of this process: the built-in rules and the user's."""
+    return _REGISTRY
+
+
+def signature(
+    node: Node, operand_metas: Sequence[Meta], *, memo: Memo | None = None
+) -> OpSignature | None:
+    """Named dims of an operator instance; see :meth:`Registry.signature`."""
+    return _REGISTRY.signature(node, operand_metas, memo=memo)
+
+
+def register(
+    op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = ""
+) -> None:
+    """Register a rule for a custom operator; see :meth:`Registry.register`.
+
+    >>> register("mylib.scale", "(b, h, s), (h) -> (b, h, s)", linear=[(0,), (1,)])
+    """
+    _REGISTRY.register(op, text, linear=linear, padded=padded)
+
+
+def register_rule(op: str, rule: Rule) -> None:
+    """Register a rule function for a custom operator; see :meth:`Registry.register_rule`."""
+    _REGISTRY.register_rule(op, rule)
+
+
+__all__ = [
+    "BUILTIN_RULES",
+    "MICROBATCH_STATISTICS",
+    "Memo",
+    "Naming",
+    "OpCall",
+    "Registry",
+    "Rule",
+    "Template",
+    "default_registry",
+    "register",
+    "register_rule",
+    "signature",
+    "template",
+]

@@ -1,0 +1,1 @@
+"""Decides: splits, stages, recompute, schedule."""

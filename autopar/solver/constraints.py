@@ -1,0 +1,278 @@
+"""What the user fixes before the search, checked against the model and the cluster.
+
+Everything left out is free. A constraint that can't be met is an error that names the constraint,
+the rule, the numbers and the remedy; it is never dropped. Every constraint in force is listed in
+the plan with its origin and effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.errors import ConstraintError, ShardingError
+from autopar.ir.graph import Graph, Input, InputKind
+from autopar.plan.types import AppliedConstraint, ScheduleKind
+from autopar.sharding.placement import Placement, R, Shard, parse_placement, shard_size
+
+RECOMPUTE_WORDS = ("none", "selective", "full")
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Decisions that are taken already; None or empty means free.
+
+    Attributes:
+        dp: Ranks that split the batch.
+        tp: Ranks that split operators.
+        pp: Pipeline ranks.
+        virtual: Stages per pipeline rank.
+        num_microbatches: Micro-batches per step.
+        schedule: Order of forwards and backwards.
+        zero: ZeRO level of every stage.
+        recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these words
+            (the first pattern that fits a block's module counts, the rest is free).
+        placements: Pattern of parameter names -> placement over ``tp``, ``"R"`` or ``"S(dim)"``.
+        boundaries: First module of stages 1, 2, ..., in order.
+        sequence_parallel: Whether norms work on shards of the sequence over ``tp``: True forces it,
+            False forbids it.
+        microbatch_statistics: Take batch statistics per micro-batch.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    virtual: int | None = None
+    num_microbatches: int | None = None
+    schedule: ScheduleKind | None = None
+    zero: int | None = None
+    recompute: str | Mapping[str, str] | None = None
+    placements: Mapping[str, str] = field(default_factory=dict)
+    boundaries: tuple[str, ...] = ()
+    sequence_parallel: bool | None = None
+    microbatch_statistics: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConstraintError(f"constraint {name}={value}: the least is 1; leave it out for any")
+        if self.zero is not None and self.zero not in ZERO_LEVELS:
+            raise ConstraintError(f"constraint zero={self.zero}: the levels are 0, 1, 2 and 3")
+        words = [self.recompute] if isinstance(self.recompute, str) else (self.recompute or {}).values()
+        for word in words:
+            if word not in RECOMPUTE_WORDS:
+                raise ConstraintError(
+                    f"constraint recompute={word!r}: must be one of {', '.join(RECOMPUTE_WORDS)}"
+                )
+        if self.schedule is ScheduleKind.ONE_F_ONE_B and (self.virtual or 1) > 1:
+            raise ConstraintError(
+                f"constraints schedule='1f1b' and virtual={self.virtual}: 1F1B has one stage per "
+                "pipeline rank; use schedule='interleaved'"
+            )
+
+    def recompute_of(self, scope: str) -> str | None:
+        """What is fixed for a block of a module; None if it is free."""
+        if self.recompute is None or isinstance(self.recompute, str):
+            return self.recompute
+        return next((w for p, w in self.recompute.items() if _fits(scope, p)), None)
+
+
+def _fits(scope: str, pattern: str) -> bool:
+    return fnmatchcase(scope, pattern) or scope.startswith(pattern + ".")
+
+
+def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) -> None:
+    """Refuse constraints that name nothing or contradict each other, the model or the cluster.
+
+    Raises:
+        ConstraintError: The first one found; what depends on the batch is checked by the search.
+    """
+    degrees = {n: getattr(constraints, n) for n in ("dp", "tp", "pp")}
+    product = 1
+    for value in degrees.values():
+        product *= value or 1
+    if product > num_devices:
+        given = ", ".join(f"{n}={v}" for n, v in degrees.items() if v is not None)
+        raise ConstraintError(
+            f"constraints {given}: need {product} devices, the cluster has {num_devices}; "
+            "lower one of them"
+        )
+    parameter_placements(graph, constraints.placements, constraints.tp)
+    scopes = {n.scope for n in graph.nodes if n.scope}
+    _check_boundaries(constraints, scopes)
+    if isinstance(constraints.recompute, Mapping):
+        known = _prefixes(scopes)
+        for pattern in constraints.recompute:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ConstraintError(
+                    f"constraint recompute: {pattern!r} names no module that runs; "
+                    f"modules are such as {_examples(scopes)}"
+                )
+
+
+def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
+    names = constraints.boundaries
+    if not names:
+        return
+    if len(set(names)) != len(names):
+        raise ConstraintError(f"constraint boundaries={names}: a module is named twice; name it once")
+    stages = (constraints.pp or 0) * (constraints.virtual or 1)
+    if constraints.pp is not None and len(names) != stages - 1:
+        raise ConstraintError(
+            f"constraint boundaries: {len(names)} modules begin {len(names) + 1} stages, but "
+            f"pp={constraints.pp} and virtual={constraints.virtual or 1} make {stages}; "
+            f"name {stages - 1}, or leave pp out"
+        )
+    known = _prefixes(scopes)
+    for name in names:
+        if name not in known:
+            raise ConstraintError(
+                f"constraint boundaries: {name!r} names no module that runs; "
+                f"modules are such as {_examples(scopes)}"
+            )
+
+
+def _prefixes(scopes: Iterable[str]) -> set[str]:
+    known: set[str] = set()
+    for scope in scopes:
+        parts = scope.split(".")
+        known.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return known
+
+
+def _examples(names: Iterable[str]) -> str:
+    return ", ".join(repr(n) for n in sorted(names)[:3]) or "none"
+
+
+def parameter_placements(
+    graph: Graph, patterns: Mapping[str, str], tp: int | None
+) -> dict[str, Placement]:
+    """Input name -> placement over ``tp`` that a pattern fixes.
+
+    Args:
+        graph: Its parameters are matched by any of their names.
+        patterns: Pattern -> text of a placement.
+        tp: Ranks along ``tp`` if that is fixed; shards must then not be empty.
+
+    Raises:
+        ConstraintError: A pattern names no parameter, two give one parameter different
+            placements, or a placement is no placement or does not fit the shape.
+    """
+    fixed: dict[str, tuple[str, Placement]] = {}
+    params = tuple(graph.of_kind(InputKind.PARAM))
+    for pattern, text in patterns.items():
+        placement = _parse(pattern, text)
+        matched = [p for p in params if any(fnmatchcase(n, pattern) for n in (p.target, *p.aliases))]
+        if not matched:
+            raise ConstraintError(
+                f"constraint placements: {pattern!r} names no parameter; "
+                f"parameters are such as {_examples(p.target for p in params)}"
+            )
+        for param in matched:
+            _check_shape(param, pattern, placement, tp)
+            other = fixed.setdefault(param.name, (pattern, placement))
+            if other[1] != placement:
+                raise ConstraintError(
+                    f"constraint placements: parameter {param.target!r} is {other[1]} by "
+                    f"{other[0]!r} and {placement} by {pattern!r}; narrow one of the patterns"
+                )
+    return {name: placement for name, (_, placement) in fixed.items()}
+
+
+def _parse(pattern: str, text: str) -> Placement:
+    try:
+        placement = parse_placement(text)
+    except ShardingError:
+        placement = None
+    if placement != R and not isinstance(placement, Shard):
+        raise ConstraintError(
+            f"constraint placements: {pattern!r} is given {text!r}; a parameter is 'R' or 'S(dim)'"
+        )
+    assert placement is not None
+    return placement
+
+
+def _check_shape(param: Input, pattern: str, placement: Placement, tp: int | None) -> None:
+    if not isinstance(placement, Shard):
+        return
+    shape = param.meta.shape if param.meta else ()
+    if placement.dim >= len(shape):
+        raise ConstraintError(
+            f"constraint placements: {pattern!r} puts {placement} on parameter {param.target!r} of "
+            f"shape {shape}, whose last dim is {len(shape) - 1}; use one of its dims or 'R'"
+        )
+    if tp is not None and not may_shard(shape[placement.dim], tp):
+        raise ConstraintError(
+            f"constraint placements: {pattern!r} puts {placement} on parameter {param.target!r} of "
+            f"shape {shape}: {tp} ranks over {shape[placement.dim]} rows leave one empty; use 'R'"
+        )
+
+
+def may_shard(size: int, parts: int) -> bool:
+    """Whether no block of ``size`` over ``parts`` is empty.
+
+    >>> may_shard(10, 4), may_shard(5, 4)
+    (True, False)
+    """
+    return size > (parts - 1) * shard_size(size, parts)
+
+
+def applied_constraints(
+    constraints: Constraints, defaults: Mapping[str, tuple[str, str]]
+) -> tuple[AppliedConstraint, ...]:
+    """What is in force, for the plan.
+
+    Args:
+        constraints: The user's.
+        defaults: Name -> (value, effect) of what the search assumed by itself.
+    """
+    effects = {
+        "dp": "ranks that split the batch",
+        "tp": "ranks that split operators",
+        "pp": "pipeline ranks",
+        "virtual": "stages per pipeline rank",
+        "num_microbatches": "micro-batches per step",
+        "schedule": "order of forwards and backwards",
+        "zero": "ZeRO level of every stage",
+        "sequence_parallel": "norms on shards of the sequence",
+    }
+    found = [
+        AppliedConstraint(name=name, value=str(getattr(constraints, name)), origin="user", effect=text)
+        for name, text in effects.items()
+        if getattr(constraints, name) is not None
+    ]
+    if isinstance(constraints.recompute, str):
+        found.append(
+            AppliedConstraint(
+                name="recompute", value=constraints.recompute, origin="user", effect="every block"
+            )
+        )
+    for name, table, effect in (
+        ("recompute", constraints.recompute, "blocks of that module"),
+        ("placements", constraints.placements, "placement over tp"),
+    ):
+        for pattern, word in table.items() if isinstance(table, Mapping) else ():
+            value = f"{pattern}: {word}"
+            found.append(AppliedConstraint(name=name, value=value, origin="user", effect=effect))
+    if constraints.boundaries:
+        value = ", ".join(constraints.boundaries)
+        found.append(
+            AppliedConstraint(
+                name="boundaries", value=value, origin="user", effect="first module of each stage"
+            )
+        )
+    if constraints.microbatch_statistics:
+        found.append(
+            AppliedConstraint(
+                name="microbatch_statistics",
+                value="True",
+                origin="user",
+                effect="batch statistics are those of each micro-batch, not of the batch",
+            )
+        )
+    for name, (value, effect) in defaults.items():
+        found.append(AppliedConstraint(name=name, value=value, origin="default", effect=effect))
+    return tuple(found)

@@ -1,0 +1,192 @@
+"""A first choice of cuts and options, and a bound of the slowest stage, in milliseconds.
+
+For a slowest stage of T seconds, stage after stage takes as many blocks as it can run in T within its
+memory (the cheapest recomputing that fits, by the best ratio of bytes to seconds). If the blocks
+run out, T is possible; T is found by bisection. With *fractional* recomputing the least T is a lower
+bound of the slowest stage, since taking more blocks never makes a stage faster or smaller; with whole
+blocks it is a choice for CP-SAT to start from.
+
+Source: ours; the exchange is the greedy solution of the linear multiple-choice knapsack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.solver.stages_problem import Option, StageProblem
+
+BISECTIONS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A leaner way to run one block of a kind: ``bytes`` less for ``seconds`` more."""
+
+    kind: int
+    source: int
+    option: int
+    seconds: float
+    bytes: int
+
+
+class StageFiller:
+    """Times of runs of blocks under the memory of a stage.
+
+    Args:
+        problem: The chain; with several stages per rank each is given its share of the memory.
+        fractional: Whether a part of a block may be recomputed (for bounds).
+    """
+
+    def __init__(self, problem: StageProblem, *, fractional: bool) -> None:
+        self.problem, self.fractional = problem, fractional
+        kinds: dict[str, int] = {}
+        n = len(problem.blocks)
+        self.kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
+        self.menus = [next(b.options for b in problem.blocks if b.key == key) for key in kinds]
+        self.start, self.steps = _exchange_steps(self.menus)
+        self.state = [0] * (n + 1)
+        self.counts = [[0] * (n + 1) for _ in kinds]
+        for i, block in enumerate(problem.blocks):
+            self.state[i + 1] = self.state[i] + block.state_bytes
+            for k, row in enumerate(self.counts):
+                row[i + 1] = row[i] + (self.kind[i] == k)
+        self.limit = (problem.limit_bytes - problem.base_bytes) // problem.virtual
+
+    def time_s(self, low: int, high: int, stage: int) -> tuple[float, list[dict[int, float]]]:
+        """Least seconds of a run of blocks in a stage, infinite if it doesn't fit.
+
+        Returns:
+            Seconds, and per kind how many blocks take each option.
+        """
+        counts = [row[high] - row[low] for row in self.counts]
+        picks = [{self.start[k]: float(c)} for k, c in enumerate(counts)]
+        time_s = sum(c * self.menus[k][self.start[k]].total_s for k, c in enumerate(counts))
+        flight = self.problem.in_flight[stage]
+        room = self.limit - (self.state[high] - self.state[low])
+        room -= self._transient(counts)
+        room -= flight * sum(
+            c * self.menus[k][self.start[k]].saved_bytes for k, c in enumerate(counts)
+        )
+        for step in self.steps:
+            if room >= 0:
+                break
+            if not counts[step.kind]:
+                continue
+            # steps of a kind are taken in order, each one by all its blocks before the next
+            wanted = -room / (flight * step.bytes)
+            wanted = wanted if self.fractional else float(math.ceil(wanted))
+            moved = min(float(counts[step.kind]), wanted)
+            row = picks[step.kind]
+            row[step.source] -= moved
+            row[step.option] = row.get(step.option, 0.0) + moved
+            time_s += moved * step.seconds
+            room += int(moved * flight * step.bytes)
+        return (time_s if room >= -1 else math.inf), picks
+
+    def _transient(self, counts: Sequence[int]) -> int:
+        pick = min if self.fractional else max
+        return max(
+            (pick(o.transient_bytes for o in self.menus[k]) for k, c in enumerate(counts) if c),
+            default=0,
+        )
+
+    def fill(self, slowest_s: float) -> list[int] | None:
+        """Starts of stages 1, 2, ... if no stage needs more than ``slowest_s``."""
+        n, stages = len(self.problem.blocks), self.problem.num_stages
+        starts, at = [], 0
+        for stage in range(stages):
+            spare = stages - stage - 1  # the later stages need a block each
+            low, high = at, n - spare
+            if self.time_s(at, high, stage)[0] <= slowest_s:
+                low = high
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.time_s(at, middle, stage)[0] <= slowest_s:
+                    low = middle
+                else:
+                    high = middle
+            if low == at:
+                return None
+            at = low
+            starts.append(at)
+        return starts[:-1] if at == n else None
+
+
+def _exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], list[_Step]]:
+    """Per kind its fastest option, and the steps to leaner ones, cheapest per byte first."""
+    start: list[int] = []
+    steps: list[tuple[float, _Step]] = []
+    for kind, menu in enumerate(menus):
+        order = sorted(range(len(menu)), key=lambda o: (menu[o].total_s, menu[o].saved_bytes))
+        at = order[0]
+        start.append(at)
+        while True:
+            best: tuple[float, int] | None = None
+            for o in order:
+                saved = menu[at].saved_bytes - menu[o].saved_bytes
+                if saved > 0:
+                    ratio = (menu[o].total_s - menu[at].total_s) / saved
+                    best = min(best or (ratio, o), (ratio, o))
+            if best is None:
+                break
+            ratio, o = best
+            seconds = menu[o].total_s - menu[at].total_s
+            less = menu[at].saved_bytes - menu[o].saved_bytes
+            steps.append((ratio, _Step(kind, at, o, seconds, less)))
+            at = o
+    steps.sort(key=lambda pair: (pair[0], pair[1].kind, pair[1].option))
+    return start, [step for _, step in steps]
+
+
+def slowest_stage_bound_s(problem: StageProblem) -> float:
+    """A lower bound of the slowest stage's seconds per micro-batch; infinite if nothing fits.
+
+    For one stage per rank only; 0.0 otherwise.
+    """
+    if problem.virtual > 1:
+        return 0.0
+    filler = StageFiller(problem, fractional=True)
+    return _bisect(filler)[0]
+
+
+def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Starts and options of a feasible choice, or None if the greedy finds none."""
+    filler = StageFiller(problem, fractional=False)
+    starts = _bisect(filler)[1]
+    if starts is None:
+        return None
+    options = [0] * len(problem.blocks)
+    ends = [*starts, len(problem.blocks)]
+    low = 0
+    for stage, high in enumerate(ends):
+        _, picks = filler.time_s(low, high, stage)
+        left = [{o: round(c) for o, c in row.items()} for row in picks]
+        for i in range(low, high):
+            row = left[filler.kind[i]]
+            option = max(o for o, c in row.items() if c > 0)
+            row[option] -= 1
+            options[i] = option
+        low = high
+    return tuple(starts), tuple(options)
+
+
+def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
+    problem = filler.problem
+    high = sum(max(o.total_s for o in b.options) for b in problem.blocks)
+    best = filler.fill(high)
+    if best is None:
+        return math.inf, None
+    low = sum(min(o.total_s for o in b.options) for b in problem.blocks) / problem.num_stages
+    found = filler.fill(low)
+    if found is not None:
+        return low, found
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        found = filler.fill(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return (low if filler.fractional else high), best

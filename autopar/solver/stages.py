@@ -1,0 +1,283 @@
+"""Stage cuts and recompute counts by CP-SAT.
+
+Given a chain of blocks, each with a menu of options (what is recomputed), and the number of stages.
+
+Variables: ``g[i, s]`` block i lies in stage s or later; ``x[i, s] = g[i, s] - g[i, s + 1]`` it lies in
+stage s; ``n[s, k, o]`` how many blocks of kind k in stage s take option o (blocks of one kind are
+interchangeable, so counts suffice); ``t_s`` seconds of stage s per micro-batch; ``c_s`` seconds of a
+message over the boundary before stage s, one way; ``P`` the steady period.
+
+Minimise a surrogate of the step (the event simulator decides later):
+
+* 1F1B: ``sum_s t_s + 2 sum_s c_s + (M - 1) P``, with one row per dependency cycle i..j:
+  ``(j - i + 1) P >= sum_{i..j} t + 2 sum_{i<s<=j} c_s``;
+* GPipe: ``sum_s t_s + 2 sum_s c_s + (M - 1) (P_f + P_b)``, the slowest forward and backward;
+* interleaved: ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})`` with P the slowest device;
+
+each with the device's once-per-step work added to the slowest, subject to
+
+(1) contiguous:   ``g[i, s] <= g[i + 1, s]``, ``g[i, s + 1] <= g[i - 1, s]`` (no stage is empty)
+(2) counts:       ``sum_o n[s, k, o] = sum_{i of kind k} x[i, s]``
+(3) memory:       per device ``sum state + in_flight_s * saved + largest transient <= limit``
+(4) fixed cuts:   ``g`` given where the user named the boundaries
+
+Source: period rows after the exact steady-state period of a pipeline with finite warm-up, ours;
+count variables replace tied copies (tying is suboptimal as soon as memory binds).
+"""
+
+from __future__ import annotations
+
+import math
+
+from ortools.sat.python import cp_model
+
+from autopar.plan.types import ScheduleKind
+from autopar.solver.greedy_stages import first_choice, slowest_stage_bound_s
+from autopar.solver.stages_problem import (
+    Option,
+    StageProblem,
+    StageSolution,
+    bounds,
+    memory_bytes,
+    surrogate_s,
+)
+
+MEMORY_UNIT_BYTES = 1 << 16  # CP-SAT is integer-only; bytes are rounded up to this
+TIME_STEPS = 1 << 22  # resolution of the whole chain's time; far below model error
+WORK_LIMIT = 4.0  # deterministic seconds of CP-SAT, so that planning does not depend on the machine
+
+
+def solve_stages(
+    problem: StageProblem, *, work_limit: float = WORK_LIMIT, guard_s: float | None = None
+) -> StageSolution | None:
+    """The best cuts and options, or None if nothing fits (or nothing was found in time).
+
+    Args:
+        problem: The chain.
+        work_limit: Deterministic seconds.
+        guard_s: Wall-clock seconds, as a guard only.
+    """
+    if len(problem.blocks) < problem.num_stages:
+        return None
+    slowest_s = slowest_stage_bound_s(problem)
+    if math.isinf(slowest_s):
+        return None
+    program = _Program(problem, slowest_s)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # several workers race, and the winner varies
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = work_limit
+    if guard_s is not None:
+        solver.parameters.max_time_in_seconds = guard_s
+    status = solver.solve(program.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    starts, options = program.read(solver)
+    objective_s = surrogate_s(problem, starts, options)
+    is_optimal = status == cp_model.OPTIMAL
+    bound_s = objective_s if is_optimal else solver.best_objective_bound * program.unit_s
+    return StageSolution(
+        starts=starts,
+        options=options,
+        objective_s=objective_s,
+        bound_s=min(objective_s, bound_s),
+        memory_bytes=memory_bytes(problem, starts, options),
+        is_optimal=is_optimal,
+    )
+
+
+class _Program:
+    """The CP-SAT model of a :class:`StageProblem`; equation numbers as in the module's text."""
+
+    def __init__(self, problem: StageProblem, slowest_s: float) -> None:
+        self.problem, self._slowest_s = problem, slowest_s
+        self.model = cp_model.CpModel()
+        worst_s = sum(max(o.total_s for o in b.options) + b.step_s for b in problem.blocks)
+        worst_s += 2 * sum(problem.boundary_s)
+        self.unit_s = max(worst_s, 1e-12) / TIME_STEPS
+        self._kinds: dict[str, list[int]] = {}
+        for i, block in enumerate(problem.blocks):
+            self._kinds.setdefault(block.key, []).append(i)
+        self._x = self._cuts()
+        self._n = self._counts()
+        self._memory()
+        self._objective()
+        self._hint()
+
+    def _steps(self, time_s: float) -> int:
+        return round(time_s / self.unit_s)
+
+    def _cuts(self) -> list[list[cp_model.LinearExprT]]:
+        """``x[i][s]`` as expressions of ``g``."""
+        model, problem = self.model, self.problem
+        n, stages = len(problem.blocks), problem.num_stages
+        g = [[model.new_bool_var(f"g{i}_{s}") for s in range(stages)] for i in range(n)]
+        for i in range(n):
+            model.add(g[i][0] == 1)
+            for s in range(stages):
+                if i + 1 < n:
+                    model.add_implication(g[i][s], g[i + 1][s])  # (1)
+                if s + 1 < stages and i > 0:
+                    model.add_implication(g[i][s + 1], g[i - 1][s])  # (1)
+        for s in range(1, stages):
+            model.add(g[0][s] == 0)
+            model.add(g[n - 1][s] == 1)
+        if problem.fixed_starts is not None:  # (4)
+            for s, start in enumerate(problem.fixed_starts, 1):
+                model.add(g[start][s] == 1)
+                model.add(g[start - 1][s] == 0)
+        self._g = g
+        return [
+            [g[i][s] - g[i][s + 1] if s + 1 < stages else g[i][s] for s in range(stages)]
+            for i in range(n)
+        ]
+
+    def _counts(self) -> list[dict[tuple[str, int], cp_model.IntVar]]:
+        """``n[s][kind, option]``."""
+        result = []
+        for s in range(self.problem.num_stages):
+            row: dict[tuple[str, int], cp_model.IntVar] = {}
+            for kind, members in self._kinds.items():
+                menu = self.problem.blocks[members[0]].options
+                for o in range(len(menu)):
+                    row[kind, o] = self.model.new_int_var(0, len(members), f"n{s}_{kind}_{o}")
+                total = sum(row[kind, o] for o in range(len(menu)))
+                self.model.add(total == sum(self._x[i][s] for i in members))  # (2)
+            result.append(row)
+        return result
+
+    def _option(self, kind: str, index: int) -> Option:
+        return self.problem.blocks[self._kinds[kind][0]].options[index]
+
+    def _memory(self) -> None:
+        """Row (3), in units that are rounded up."""
+        problem = self.problem
+        limit = (problem.limit_bytes - problem.base_bytes) // MEMORY_UNIT_BYTES
+        least = sum(min(o.saved_bytes for o in b.options) + b.state_bytes for b in problem.blocks)
+        most = sum(max(o.saved_bytes for o in b.options) for b in problem.blocks)
+        most = most * max(problem.in_flight) + least
+        most += max((o.transient_bytes for b in problem.blocks for o in b.options), default=0)
+        if most // MEMORY_UNIT_BYTES + len(problem.blocks) < limit:
+            return  # the row can't bind
+        for device in range(problem.pp):
+            terms: list[cp_model.LinearExprT] = []
+            transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
+            for s in range(device, problem.num_stages, problem.pp):
+                terms += [
+                    _units(block.state_bytes) * self._x[i][s]
+                    for i, block in enumerate(problem.blocks)
+                    if block.state_bytes
+                ]
+                for (kind, o), count in self._n[s].items():
+                    option = self._option(kind, o)
+                    terms.append(_units(problem.in_flight[s] * option.saved_bytes) * count)
+                    used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
+                    self.model.add(count <= len(self._kinds[kind]) * used)
+                    self.model.add(transient >= _units(option.transient_bytes) * used)
+            self.model.add(sum(terms) + transient <= limit)
+
+    def _objective(self) -> None:
+        problem, model = self.problem, self.model
+        p, count, stages = problem.pp, problem.num_microbatches, problem.num_stages
+        forward = [self._time(s, "forward_s") for s in range(stages)]
+        backward = [self._time(s, "backward_s") for s in range(stages)]
+        total = [f + b for f, b in zip(forward, backward, strict=True)]
+        message = [self._message(s) for s in range(stages)]
+        top = TIME_STEPS * 4
+        step = model.new_int_var(0, top, "step")
+        steps = [
+            sum(self._steps(b.step_s) * self._x[i][s] for i, b in enumerate(problem.blocks) if b.step_s)
+            for s in range(stages)
+        ]
+        for d in range(p):
+            model.add(step >= sum(steps[d::p]))
+        if problem.virtual > 1:
+            period = model.new_int_var(0, top, "period")
+            for d in range(p):
+                model.add(period >= sum(total[d::p]))
+            fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
+            model.minimize(count * period + fill + step)
+            return
+        base = sum(total) + 2 * sum(message) + step
+        if problem.schedule is ScheduleKind.GPIPE:
+            slow_f = model.new_int_var(0, top, "slow_f")
+            slow_b = model.new_int_var(0, top, "slow_b")
+            for s in range(stages):
+                model.add(slow_f >= forward[s])
+                model.add(slow_b >= backward[s])
+            model.minimize(base + (count - 1) * (slow_f + slow_b))
+            return
+        # A period is a quotient; with all denominators' multiple the row stays integral.
+        scale = _common_multiple(p)
+        floor = math.floor(self._slowest_s / self.unit_s) - len(problem.blocks)
+        period = model.new_int_var(max(0, floor) * scale, top * scale, "period")
+        for i in range(p):
+            for j in range(i, p):
+                cycle = sum(total[i : j + 1]) + 2 * sum(message[i + 1 : j + 1])
+                model.add(period >= scale // (j - i + 1) * cycle)
+        model.minimize(scale * base + (count - 1) * period)
+        self.unit_s /= scale
+
+    def _hint(self) -> None:
+        """Start from the greedy choice; its bound of the slowest stage is in the period's domain."""
+        found = first_choice(self.problem)
+        if found is None:
+            return
+        starts, options = found
+        for i, row in enumerate(self._g):
+            for s, variable in enumerate(row):
+                self.model.add_hint(variable, s == 0 or i >= starts[s - 1])
+        for s, (low, high) in enumerate(bounds(starts, len(options))):
+            for (kind, o), variable in self._n[s].items():
+                members = [i for i in self._kinds[kind] if low <= i < high and options[i] == o]
+                self.model.add_hint(variable, len(members))
+
+    def _time(self, stage: int, field: str) -> cp_model.LinearExprT:
+        return sum(
+            self._steps(getattr(self._option(kind, o), field)) * count
+            for (kind, o), count in self._n[stage].items()
+        )
+
+    def _message(self, stage: int) -> cp_model.LinearExprT:
+        """Seconds of a message over the boundary before ``stage``."""
+        if stage == 0:
+            return 0
+        return sum(
+            self._steps(time_s) * (self._g[i][stage] - self._g[i - 1][stage])
+            for i, time_s in enumerate(self.problem.boundary_s, 1)
+        )
+
+    def read(self, solver: cp_model.CpSolver) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Starts and options: among equal blocks of a stage the first ones take later options."""
+        n, stages = len(self.problem.blocks), self.problem.num_stages
+        starts = tuple(
+            next(i for i in range(n) if solver.value(self._g[i][s])) for s in range(1, stages)
+        )
+        options = [0] * n
+        for s, (low, high) in enumerate(bounds(starts, n)):
+            for kind, members in self._kinds.items():
+                here = [i for i in members if low <= i < high]
+                menu = len(self.problem.blocks[members[0]].options)
+                picks = [
+                    o for o in reversed(range(menu)) for _ in range(solver.value(self._n[s][kind, o]))
+                ]
+                for i, o in zip(here, picks, strict=True):
+                    options[i] = o
+        return starts, tuple(options)
+
+
+def _units(amount_bytes: int) -> int:
+    return -(-amount_bytes // MEMORY_UNIT_BYTES)
+
+
+def _common_multiple(count: int) -> int:
+    """A multiple of 1..count, or a near one where that grows too large."""
+    scale = 1
+    for k in range(2, count + 1):
+        a, b = scale, k
+        while b:
+            a, b = b, a % b
+        if scale // a * k > 2520:  # beyond, the remainder is below the resolution of time
+            return scale
+        scale = scale // a * k
+    return scale

@@ -1,0 +1,168 @@
+"""The problem of cutting a chain of blocks into stages, as plain data, and its objective.
+
+See :mod:`autopar.solver.stages` for the formulation that solves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.plan.types import ScheduleKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a block.
+
+    Attributes:
+        name: What is recomputed: ``"none"``, ``"selective"``, ``"full"``.
+        forward_s: Seconds of forward per micro-batch.
+        backward_s: Seconds of backward per micro-batch, recomputing included.
+        saved_bytes: Kept from forward to backward per micro-batch in flight.
+        transient_bytes: The most that is alive inside one pass beyond that.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    transient_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMenu:
+    """One block of the chain.
+
+    Attributes:
+        key: Blocks with equal keys have equal menus and are interchangeable.
+        options: The menu, not empty.
+        state_bytes: Parameters, gradients and optimizer state on one device.
+        step_s: Seconds once per step (gradient reduction, parameter gathering, optimizer).
+    """
+
+    key: str
+    options: tuple[Option, ...]
+    state_bytes: int
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """The chain and the pipeline it is cut for.
+
+    Attributes:
+        blocks: In forward order.
+        boundary_s: Seconds of one message over the boundary before block 1, 2, ..., one way.
+        pp: Pipeline ranks.
+        virtual: Stages per rank; stage ``s`` runs on rank ``s % pp``.
+        num_microbatches: Micro-batches per step.
+        schedule: Order of forwards and backwards.
+        in_flight: Most micro-batches alive at once, per stage.
+        limit_bytes: Memory of a device.
+        base_bytes: Bytes on every device whatever it runs.
+        fixed_starts: First block of stages 1, 2, ... if given by the user.
+    """
+
+    blocks: tuple[BlockMenu, ...]
+    boundary_s: tuple[float, ...]
+    pp: int
+    virtual: int
+    num_microbatches: int
+    schedule: ScheduleKind
+    in_flight: tuple[int, ...]
+    limit_bytes: int
+    base_bytes: int = 0
+    fixed_starts: tuple[int, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.pp * self.virtual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSolution:
+    """Cuts and options.
+
+    Attributes:
+        starts: First block of stages 1, 2, ...
+        options: Index of the chosen option per block.
+        objective_s: The surrogate, recomputed from the choice.
+        bound_s: Lower bound of the surrogate over all choices.
+        memory_bytes: Estimated peak per pipeline rank.
+        is_optimal: Whether the search ended by proof.
+    """
+
+    starts: tuple[int, ...]
+    options: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    memory_bytes: tuple[int, ...]
+    is_optimal: bool
+
+
+def bounds(starts: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Half-open runs of blocks, given the first block of stages 1, 2, ...
+
+    >>> bounds([2, 3], 5)
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    return list(pairwise((0, *starts, count)))
+
+
+def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[int]) -> float:
+    """The surrogate of a choice: the independent statement of the objective."""
+    runs = bounds(starts, len(problem.blocks))
+    chosen = [b.options[o] for b, o in zip(problem.blocks, options, strict=True)]
+    forward = [sum(chosen[i].forward_s for i in range(*run)) for run in runs]
+    backward = [sum(chosen[i].backward_s for i in range(*run)) for run in runs]
+    total = [f + b for f, b in zip(forward, backward, strict=True)]
+    step = [sum(problem.blocks[i].step_s for i in range(*run)) for run in runs]
+    message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
+    count, p = problem.num_microbatches, problem.pp
+    device_step = max(sum(step[d::p]) for d in range(p))
+    if problem.schedule is ScheduleKind.GPIPE and problem.virtual == 1:
+        period = max(forward) + max(backward)
+        return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
+    if problem.virtual == 1:
+        period = max(
+            (sum(total[i : j + 1]) + 2 * sum(message[i + 1 : j + 1])) / (j - i + 1)
+            for i in range(p)
+            for j in range(i, p)
+        )
+        return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
+    period = max(sum(total[d::p]) for d in range(p))
+    fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
+    return count * period + fill + device_step
+
+
+def memory_bytes(
+    problem: StageProblem, starts: Sequence[int], options: Sequence[int]
+) -> tuple[int, ...]:
+    """Estimated peak per pipeline rank."""
+    runs = bounds(starts, len(problem.blocks))
+    result = []
+    for device in range(problem.pp):
+        amount, transient = problem.base_bytes, 0
+        for stage in range(device, problem.num_stages, problem.pp):
+            for i in range(*runs[stage]):
+                option = problem.blocks[i].options[options[i]]
+                amount += problem.blocks[i].state_bytes
+                amount += problem.in_flight[stage] * option.saved_bytes
+                transient = max(transient, option.transient_bytes)
+        result.append(amount + transient)
+    return tuple(result)
+
+
+def least_memory_bytes(problem: StageProblem) -> int:
+    """What the fullest device needs at least: the mean over the devices of the leanest choice."""
+    states = sum(b.state_bytes for b in problem.blocks)
+    saved = sum(min(o.saved_bytes for o in b.options) for b in problem.blocks)
+    return problem.base_bytes + (states + saved * min(problem.in_flight)) // problem.pp

@@ -1,0 +1,59 @@
+"""The cost model that answers from a cluster's figures: roofline and alpha-beta."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cluster.device import Device, DeviceKind
+from autopar.cluster.topology import Cluster, GroupLinks, Link
+from autopar.ir.graph import Arg, Meta
+from cost_models.collectives import Algorithm, collective_kind, collective_time_s
+from cost_models.compute import work_time_s
+from cost_models.flops import work_of
+
+
+class AnalyticCostModel:
+    """Prices for one cluster (a :class:`~cost_models.base.CostModel`).
+
+    Attributes:
+        cluster: The cluster.
+        device: The device that operators are priced on.
+    """
+
+    def __init__(self, cluster: Cluster, device: Device | None = None) -> None:
+        """Prices for ``cluster``; operators on its slowest device if ``device`` is left out."""
+        self.cluster = cluster
+        self.device = device or cluster.slowest_device(range(cluster.num_devices))
+        self._links: dict[tuple[int, ...], tuple[GroupLinks, Link]] = {}
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from."""
+        return f"roofline and alpha-beta for {self.cluster}; {self.device.source}"
+
+    def op_time_s(
+        self, op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: Meta
+    ) -> float:
+        """Seconds of one operator on :attr:`device`."""
+        return work_time_s(work_of(op, args, operands, results), self.device)
+
+    def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of one collective among ``ranks``."""
+        links, link = self.links(ranks)
+        is_cpu = self.device.kind is DeviceKind.CPU
+        return collective_time_s(
+            collective_kind(kind),
+            payload_bytes,
+            links=links,
+            link=link,
+            algorithm=Algorithm.RING if is_cpu else Algorithm.BEST,
+        )
+
+    def links(self, ranks: Sequence[int]) -> tuple[GroupLinks, Link]:
+        """The links of a group by level, and the one that bounds a ring over it."""
+        key = tuple(ranks)
+        found = self._links.get(key)
+        if found is None:
+            found = self.cluster.links_for(key), self.cluster.link_for(key)
+            self._links[key] = found
+        return found

@@ -1,0 +1,82 @@
+"""What the solver asks of a price list, and which ranks an axis of the mesh joins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from autopar.cluster.topology import Cluster
+from autopar.errors import ConfigError
+from autopar.ir.graph import Arg, Meta
+from autopar.plan.types import DP_AXIS, PP_AXIS, TP_AXIS, MeshShape
+
+
+class CostModel(Protocol):
+    """Prices operators and collectives in seconds. Answers never depend on earlier questions."""
+
+    @property
+    def source(self) -> str:
+        """Where the prices come from, in a sentence for the report."""
+        ...
+
+    def op_time_s(
+        self, op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: Meta
+    ) -> float:
+        """Seconds of one operator on one device.
+
+        Args:
+            op: Name, such as ``"aten.mm.default"``.
+            args: Its positional arguments.
+            operands: Metas of its references in order of appearance, repeats included, those of
+                keyword arguments last: ``[metas[name] for name in node.refs()]``.
+            results: Meta of its result or results; both with the sizes that the device works on.
+        """
+        ...
+
+    def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of one collective, while its sister groups do the same.
+
+        Args:
+            kind: A :class:`~cost_models.collectives.CollectiveKind` or its text.
+            payload_bytes: The larger of a rank's input and output.
+            ranks: Global ranks of the group; for point-to-point the two ends.
+        """
+        ...
+
+
+def axis_groups(mesh: MeshShape, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks along ``axis`` (``"dp"``, ``"tp"``, ``"pp"``), every group once.
+
+    Raises:
+        ConfigError: There is no such axis.
+
+    >>> axis_groups(MeshShape(dp=2, tp=2), "dp")
+    ((0, 2), (1, 3))
+    """
+    pps, dps, tps = range(mesh.pp), range(mesh.dp), range(mesh.tp)
+    if axis == TP_AXIS:
+        return tuple(tuple(mesh.rank_of(p, d, t) for t in tps) for p in pps for d in dps)
+    if axis == DP_AXIS:
+        return tuple(tuple(mesh.rank_of(p, d, t) for d in dps) for p in pps for t in tps)
+    if axis == PP_AXIS:
+        return tuple(tuple(mesh.rank_of(p, d, t) for p in pps) for d in dps for t in tps)
+    raise ConfigError(f"mesh {mesh}: has no axis {axis!r} with ranks; its axes are dp, tp and pp")
+
+
+def slowest_group(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[int, ...]:
+    """The group along ``axis`` with the slowest link: groups of later stages may cross machines.
+
+    A plan is priced with it, since all stages wait for the slowest. For ``"pp"`` it is the
+    slowest pair of neighbours.
+    """
+    groups = axis_groups(mesh, axis)
+    if axis == PP_AXIS and mesh.pp > 1:
+        # the last stage hands over to the first where stages are dealt round robin
+        hops = [(g[i], g[(i + 1) % mesh.pp]) for g in groups for i in range(mesh.pp)]
+        groups = tuple(hops if mesh.virtual > 1 else [h for h in hops if h[0] < h[1]])
+
+    def slowness(group: tuple[int, ...]) -> tuple[float, float]:
+        link = cluster.link_for(group)
+        return link.bandwidth_bytes_per_s, -link.latency_s
+
+    return min(groups, key=slowness)

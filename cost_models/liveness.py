@@ -1,0 +1,208 @@
+"""Bytes that a program holds while it runs: the peak of liveness, never a sum.
+
+A value is freed after its last use. Views keep their base; a reshape that copies allocates
+(:mod:`cost_models.storage`). Inputs stay, unless their kind is freed by the caller (saved values
+die at their last use in a backward program). Outputs of kinds that are counted elsewhere (saved
+activations) add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph, InputKind, Meta, Node, OutputKind
+from cost_models.flops import BITS_BYTES, score_matrix_bytes, tensors
+from cost_models.storage import Storages, storages
+
+# Inputs that outlive the micro-batch, so that saving them is free.
+LASTING_INPUTS = frozenset(
+    {
+        InputKind.PARAM, InputKind.BUFFER, InputKind.CONSTANT, InputKind.PROLOGUE,
+        InputKind.COORD, InputKind.RNG,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Memory of one run of a program.
+
+    Attributes:
+        peak_bytes: The most that is alive at once, less what was alive at the start (freed inputs
+            count against it); at least 0.
+        peak_at: Operator that runs then; "" if nothing is ever allocated.
+        end_bytes: What is left at the end beyond inputs and outputs that are counted elsewhere.
+        timeline: Bytes alive during each operator, in order, on the same scale; may be negative
+            where inputs were freed.
+    """
+
+    peak_bytes: int
+    peak_at: str
+    end_bytes: int
+    timeline: tuple[int, ...]
+
+
+def liveness(
+    graph: Graph,
+    *,
+    held_outputs: Collection[OutputKind] = (OutputKind.SAVED,),
+    freed_inputs: Collection[InputKind] = (),
+    input_groups: Mapping[str, str] | None = None,
+    granularity_bytes: int = 1,
+    workspace: Callable[[Node, Mapping[str, Meta]], int] | None = None,
+) -> Liveness:
+    """Memory over one run of ``graph``.
+
+    Args:
+        graph: The program.
+        held_outputs: Kinds of outputs whose bytes are counted elsewhere.
+        freed_inputs: Kinds of inputs that the caller gives away: they die at their last use.
+        input_groups: Names of inputs that share memory, to the name of that memory; such a group
+            dies when its last member does. Inputs that are left out are by themselves.
+        granularity_bytes: Allocations are rounded up to a multiple of it (CUDA: 512).
+        workspace: Extra bytes while an operator runs; :func:`workspace_bytes` if left out.
+    """
+    memory = storages(graph)
+    groups = input_groups or {}
+    size = {key: -(-n // granularity_bytes) * granularity_bytes for key, n in memory.bytes.items()}
+    for item in graph.inputs:
+        key = groups.get(item.name)
+        if key is not None:
+            size[f"group:{key}"] = max(size.get(f"group:{key}", 0), size.get(item.name, 0))
+    home = {i.name: f"group:{groups[i.name]}" for i in graph.inputs if i.name in groups}
+
+    held = _storages_of_outputs(graph, memory, home, lambda kind: kind in held_outputs)
+    kept = _storages_of_outputs(graph, memory, home, lambda kind: kind not in held_outputs)
+    given = {
+        home.get(i.name, i.name): i.kind in freed_inputs and i.meta is not None
+        for i in graph.inputs
+    }
+    last_use = _last_uses(graph, memory, home)
+    dying: dict[int, list[str]] = {}
+    for key, position in last_use.items():
+        if key not in held and key not in kept and given.get(key, True):
+            dying.setdefault(position, []).append(key)
+
+    live = peak = 0
+    peak_at = ""
+    timeline: list[int] = []
+    extra = workspace or workspace_bytes
+    metas = graph.metas()
+    # a gift that no operator reads is dropped by the first one
+    unused = [k for k, free in given.items() if free and k not in last_use and k not in held | kept]
+    live -= sum(size.get(k, 0) for k in unused)
+    for position, node in enumerate(graph.nodes):
+        for key in memory.of[node.name]:
+            if _owner(key) == node.name and key not in held:
+                live += size[key]
+        during = live + extra(node, metas)
+        timeline.append(during)
+        if during > peak:
+            peak, peak_at = during, node.name
+        for key in dying.get(position, ()):
+            live -= size.get(key, 0)
+    return Liveness(peak_bytes=peak, peak_at=peak_at, end_bytes=live, timeline=tuple(timeline))
+
+
+def peak_transient_bytes(
+    graph: Graph,
+    *,
+    held_outputs: Collection[OutputKind] = (OutputKind.SAVED,),
+    freed_inputs: Collection[InputKind] = (),
+    input_groups: Mapping[str, str] | None = None,
+    granularity_bytes: int = 1,
+) -> int:
+    """The most that is alive beyond the program's inputs; arguments as of :func:`liveness`."""
+    return liveness(
+        graph,
+        held_outputs=held_outputs,
+        freed_inputs=freed_inputs,
+        input_groups=input_groups,
+        granularity_bytes=granularity_bytes,
+    ).peak_bytes
+
+
+def saved_storages(
+    graph: Graph, *, lasting: Collection[InputKind] = LASTING_INPUTS
+) -> dict[str, tuple[str, ...]]:
+    """Storages behind each saved output, by its target; parameters and the like left out.
+
+    As ``input_groups`` of the backward program, take the first storage of each target.
+    """
+    memory = storages(graph)
+    kinds = {i.name: i.kind for i in graph.inputs}
+    return {
+        output.target: tuple(k for k in memory.of[output.value.name] if kinds.get(k) not in lasting)
+        for output in graph.outputs_of(OutputKind.SAVED)
+        if output.value is not None
+    }
+
+
+def saved_bytes(
+    graph: Graph,
+    *,
+    lasting: Collection[InputKind] = LASTING_INPUTS,
+    granularity_bytes: int = 1,
+) -> int:
+    """Bytes that one run of ``graph`` leaves for its backward, shared storages counted once."""
+    memory = storages(graph)
+    keys = {k for group in saved_storages(graph, lasting=lasting).values() for k in group}
+    return sum(-(-memory.bytes[k] // granularity_bytes) * granularity_bytes for k in keys)
+
+
+def workspace_bytes(node: Node, metas: Mapping[str, Meta]) -> int:
+    """Temporary bytes inside one operator, of the implementations that autopar runs.
+
+    Collectives along a dim other than the first move it to the front and back, one copy each.
+    Random bits are hashed in three 64-bit temporaries. Attention without a fused kernel holds its
+    score matrix; the fused backward of grouped heads repeats K and V and gets their gradients.
+    """
+    results = tensors(node.meta)
+    made = sum(t.bytes for t in results)
+    operands = [metas[name] for name in node.refs()]
+    if node.op == "comm.all_gather":
+        return made if node.args[1] != 0 else 0
+    if node.op == "comm.reduce_scatter":
+        return sum(t.bytes for t in tensors(operands)) if node.args[2] != 0 else 0
+    if node.op == "comm.all_to_all":
+        return 2 * made
+    if node.op in ("autopar.dropout", "autopar.uniform"):
+        return BITS_BYTES * results[0].numel
+    if node.op == "autopar.normal":
+        return (BITS_BYTES + 8) * results[0].numel
+    if node.op == "autopar.attention":
+        return score_matrix_bytes(node.op, node.args, operands)
+    if node.op == "autopar.attention_backward":
+        dq, dk, dv = results[:3]
+        group = dq.shape[1] // max(1, dk.shape[1]) if len(dq.shape) == 4 else 1
+        repeated = 2 * group * (dk.bytes + dv.bytes) if group > 1 else 0
+        return score_matrix_bytes(node.op, node.args, operands) or repeated
+    return 0
+
+
+def _owner(storage: str) -> str:
+    return storage.rpartition("#")[0] if "#" in storage else storage
+
+
+def _storages_of_outputs(
+    graph: Graph, memory: Storages, home: Mapping[str, str], chosen: Callable[[OutputKind], bool]
+) -> set[str]:
+    return {
+        home.get(key, key)
+        for output in graph.outputs
+        if chosen(output.kind) and output.value is not None
+        for key in memory.of[output.value.name]
+    }
+
+
+def _last_uses(graph: Graph, memory: Storages, home: Mapping[str, str]) -> dict[str, int]:
+    """Position of the last operator that reads or makes each storage."""
+    last: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for name in (node.name, *node.refs()):
+            if node.op == "getitem" and name != node.name:
+                continue  # picking a result is no use of its siblings
+            for key in memory.of[name]:
+                last[home.get(key, key)] = position
+    return last

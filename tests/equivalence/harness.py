@@ -1,0 +1,180 @@
+"""Runs decisions on simulated ranks and compares the step with one device.
+
+The graph is promoted to float64 on both sides, so that any difference over rounding is a fault.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.capture.reference import bind_inputs, run_graph
+from autopar.capture.tracing import capture
+from autopar.ir.graph import Graph, InputKind
+from autopar.ir.promote import promote
+from autopar.plan.schedule import action_lists, compute_order
+from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.runtime.simulate import SimulatedStep, simulate_step
+from autopar.sharding.build import localize, signatures_of
+from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.placement import R, Shard
+from autopar.sharding.programs import LocalPrograms
+from autopar.sharding.propagate import split_data_axes
+from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies
+
+RELATIVE_TOLERANCE = 1e-10
+SMALL_GRADIENT = 1e-3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A captured, promoted model with float64 values by input name."""
+
+    graph: Graph
+    signatures: Mapping[str, OpSignature | None]
+    values: Mapping[str, torch.Tensor]
+    rng_key: int
+
+    def of_kind(self, kind: InputKind) -> dict[str, torch.Tensor]:
+        """Values by target."""
+        return {i.target: self.values[i.name] for i in self.graph.of_kind(kind)}
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        """Results of one device."""
+        return run_graph(self.graph, self.values)
+
+
+def problem_of(model: torch.nn.Module, kwargs: Mapping[str, object], *, rng_key: int = 7) -> Problem:
+    """Capture and promote."""
+    captured = capture(model, (), kwargs)
+    graph = promote(captured.graph)
+    values = bind_inputs(captured, model, (), kwargs, graph=graph, rng_key=rng_key)
+    return Problem(graph, signatures_of(graph), values, rng_key)
+
+
+def actions_for(
+    programs: LocalPrograms, mesh: MeshShape, microbatches: int, kind: ScheduleKind, zero: Sequence[int]
+) -> Sequence[Sequence[object]]:
+    """The action lists of every pipeline rank."""
+    tied = [(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner]
+    order = compute_order(kind, mesh.pp, mesh.virtual, microbatches)
+    return action_lists(
+        order,
+        mesh,
+        forward_edges=tuple(programs.forward_edges),
+        backward_edges=tuple(programs.backward_edges),
+        tied=tuple(dict.fromkeys(tied)),
+        zero_levels=tuple(zero),
+    )
+
+
+def simulate(
+    problem: Problem,
+    decisions: Decisions,
+    mesh: MeshShape,
+    kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+) -> tuple[LocalPrograms, SimulatedStep]:
+    """Localize and run one step of all ranks."""
+    programs = localize(problem.graph, decisions, problem.signatures)
+    zero = decisions.zero_levels or (0,) * mesh.num_stages
+    step = simulate_step(
+        programs,
+        mesh,
+        actions_for(programs, mesh, decisions.axis_sizes[0], kind, zero),
+        params=problem.of_kind(InputKind.PARAM),
+        inputs=problem.of_kind(InputKind.USER),
+        buffers=problem.of_kind(InputKind.BUFFER),
+        constants=problem.of_kind(InputKind.CONSTANT),
+        rng_key=torch.tensor(problem.rng_key),
+    )
+    return programs, step
+
+
+def worst_difference(step: SimulatedStep, reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest ratio of difference to allowance, and its tensor; below one is equal."""
+    grads = {k: v for k, v in reference.items() if k.startswith("grad:")}
+    largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
+    found = {f"loss:{k}": v for k, v in step.losses.items()}
+    found |= {f"grad:{k}": v for k, v in step.grads.items()}
+    found |= {f"mutation:{k}": v for k, v in step.buffers.items()}
+    worst = (0.0, "")
+    for name, want in reference.items():
+        if name.startswith("output:"):
+            continue
+        have = found[name]
+        scale = max(float(want.abs().max()), SMALL_GRADIENT * largest)
+        ratio = float((have.double() - want.double()).abs().max()) / (RELATIVE_TOLERANCE * scale or 1e-300)
+        if not ratio <= worst[0]:
+            worst = (ratio, name)
+    return worst
+
+
+def random_tp_choices(
+    problem: Problem, data: Mapping[str, Mapping[str, Choice]], sizes: tuple[int, int, int], seed: int
+) -> dict[str, Choice]:
+    """A random legal split of every operator and parameter over tp."""
+    rng = random.Random(seed)
+    tp = sizes[2]
+    choices: dict[str, Choice] = {}
+    for entry in problem.graph.of_kind(InputKind.PARAM):
+        shape = entry.meta.shape if entry.meta else ()
+        dims = [d for d, n in enumerate(shape) if n > (tp - 1) * -(-n // tp)]
+        placement = rng.choice([R, *map(Shard, dims)])
+        if placement != R:
+            choices[entry.name] = placement
+    for node in problem.graph.nodes:
+        signature = problem.signatures.get(node.name)
+        if signature is None:
+            continue
+        divide: dict[str, int] = {}
+        lowered = set()
+        for axis, size in zip(("mb", "dp"), sizes[:2], strict=True):
+            other = data.get(axis, {}).get(node.name)
+            if isinstance(other, AxisStrategy):
+                lowered.add(other.lowering)
+                if other.factor:
+                    divide[other.factor] = divide.get(other.factor, 1) * size
+        options = [
+            s
+            for s in axis_strategies(signature, tp, divide=divide)
+            if not s.lowering or not (lowered - {"", s.lowering})
+            if s.factor != "microbatch_statistics"
+        ]
+        choice = rng.choice(options)
+        if not choice.is_replicated:
+            choices[node.name] = choice
+    return choices
+
+
+def fuzz_decisions(
+    problem: Problem,
+    *,
+    microbatches: int,
+    dp: int,
+    tp: int,
+    stages: int,
+    seed: int,
+    zero: int = 0,
+    recompute_share: float = 0.0,
+) -> Decisions:
+    """Data splits as propagated, everything else random."""
+    rng = random.Random(seed)
+    data = split_data_axes(
+        problem.graph, problem.signatures, num_microbatches=microbatches, dp=dp
+    ).choices
+    choices = dict(data)
+    sizes = (microbatches, dp, tp)
+    if tp > 1:
+        choices["tp"] = random_tp_choices(problem, data, sizes, seed)
+    forward = [n for n in problem.graph.nodes if n.phase == "forward" and n.op != "getitem"]
+    starts = sorted(rng.sample(range(1, len(forward)), stages - 1))
+    return Decisions(
+        axis_sizes=sizes,
+        choices=choices,
+        firsts=tuple(forward[i].name for i in starts),
+        recompute=frozenset(n.name for n in forward if rng.random() < recompute_share),
+        zero_levels=(zero,) * stages,
+    )
