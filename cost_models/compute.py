@@ -13,7 +13,7 @@ efficiency curve, a general one that is fitted to no single paper).
 
 from __future__ import annotations
 
-from autopar.cluster.device import MIN_TILE, Device, EfficiencyCurve
+from autopar.cluster.device import MIN_TILE, Device, DeviceKind, EfficiencyCurve
 from cost_models.flops import OpClass, Work
 
 
@@ -32,7 +32,8 @@ def work_time_s(work: Work, device: Device) -> float:
     curve = device.curve
     moved_s = work.moved_bytes / (device.memory_bandwidth_bytes_per_s * curve.memory_fraction)
     arithmetic_s = 0.0
-    if work.flops:
+    # GPUs hide element-wise arithmetic behind the memory
+    if work.flops and (work.op_class is not OpClass.MEMORY or device.kind is DeviceKind.CPU):
         peak = device.peak_flops_for(work.dtype)
         arithmetic_s = work.flops / (peak * _efficiency(work, curve))
     return work.num_kernels * device.launch_overhead_s + max(moved_s, arithmetic_s)

@@ -29,7 +29,7 @@ MATMUL_SIZES = (256, 512, 128, 1024, 64)
 MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 STREAM_BYTES = (4 * MIB, 512 * KIB, 32 * MIB)
 COLLECTIVE_BYTES = (1 * KIB, 1 * MIB, 8 * MIB)
-MIN_REPEATS, MAX_REPEATS = 3, 25
+MIN_REPEATS, MAX_REPEATS, COLLECTIVE_REPEATS = 3, 25, 9
 POINT_S = 0.4  # seconds that one point may take, warm-up not counted
 
 
@@ -141,7 +141,7 @@ def _collective_points(size: int) -> Iterator[Point]:
             dist.barrier()
             times = []
             run()
-            for _ in range(MIN_REPEATS):  # the same number on all ranks
+            for _ in range(COLLECTIVE_REPEATS):  # the same number on all ranks
                 started_s = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - started_s)

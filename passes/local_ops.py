@@ -86,7 +86,7 @@ def plus(left: int, right: int) -> int:
 def shift_ids(
     ids: torch.Tensor, start: int, rows: int, fill: int, skip: int | None
 ) -> torch.Tensor:
-    """Ids counted from ``start``; ``fill`` where that is outside of [0, rows) or the id is skipped."""
+    """Ids counted from ``start``; ``fill`` outside of [0, rows) and for the id ``skip``."""
     near = ids - start
     foreign = (near < 0) | (near >= rows)
     if skip is not None:

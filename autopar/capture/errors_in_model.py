@@ -7,10 +7,13 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from autopar.capture.interception import is_user_file
 from autopar.errors import CaptureError
 from autopar.torch_compat import data_dependent_errors
 
+_TORCH_MODULES = str(Path(torch.nn.__file__).parent)
 _WAYS_OUT = (
     "rewrite it with torch.where or a mask, decide it from sizes or from a Python number in the "
     "config, or leave it out of training (for example under `if not torch.compiler.is_compiling()`)"
@@ -48,13 +51,16 @@ def _first_line(error: BaseException) -> str:
 def _deepest_user_frame(
     trace: TracebackType | None, entry_function: str
 ) -> traceback.FrameSummary | None:
-    found, entered = None, False
+    """The deepest line of the user's code, else of torch's own modules."""
+    found, in_torch_modules, entered = None, None, False
     for frame in traceback.extract_tb(trace):
         if frame.name == entry_function and not is_user_file(frame.filename):
             entered = True
-        elif entered and is_user_file(frame.filename):
+        if entered and is_user_file(frame.filename):
             found = frame
-    return found
+        elif entered and frame.filename.startswith(_TORCH_MODULES):
+            in_torch_modules = frame
+    return found or in_torch_modules
 
 
 def _describe(frame: traceback.FrameSummary) -> str:

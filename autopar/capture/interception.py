@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture import neutral
+from autopar.capture import neutral  # noqa: F401  registers the operators
 from autopar.torch_compat import annotate_next_nodes
 
 _OWN_PACKAGES = (
@@ -33,11 +33,27 @@ def is_user_file(filename: str) -> bool:
 
 
 class Interception(TorchFunctionMode):
-    """Puts in neutral attention and records source lines; active while a model is traced."""
+    """Puts in neutral attention and records source lines; active while a model is traced.
+
+    A mode does not see calls that functions of torch make themselves, such as those of
+    ``multi_head_attention_forward``: for these the name in ``torch.nn.functional`` is replaced.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_user: dict[CodeType, bool] = {}
+        self._original = functional.scaled_dot_product_attention
+
+    def __enter__(self) -> Interception:
+        """Start to intercept."""
+        functional.scaled_dot_product_attention = scaled_dot_product_attention
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop to intercept."""
+        functional.scaled_dot_product_attention = self._original
+        super().__exit__(*error)
 
     def __torch_function__(
         self,
@@ -48,7 +64,7 @@ class Interception(TorchFunctionMode):
     ) -> object:
         """Call ``func``, or the neutral operator that stands for it."""
         annotate_next_nodes(source=self._source_line(sys._getframe(1)))
-        if func is functional.scaled_dot_product_attention:
+        if func is self._original:
             return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
         return func(*args, **(kwargs or {}))
 
@@ -129,4 +145,3 @@ def module_scopes(root: torch.nn.Module) -> Iterator[None]:
         after.remove()
 
 
-__all__ = ["Interception", "is_user_file", "module_scopes", "neutral"]

@@ -302,10 +302,11 @@ def _neutral_autocast(assumptions: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_fast_paths() -> Iterator[None]:
-    """Inference kernels that swallow whole encoder layers stay off."""
+    """Kernels that only the CPU has, or that swallow whole layers, stay off."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

@@ -9,8 +9,9 @@ minutes or for ever. So every rank has a thread that watches a key-value store o
   heart that stands still for :data:`SILENCE_S` belongs to a rank that was killed or stopped;
 * when a rank dies, its peers' collectives raise within milliseconds ("connection closed"). That is
   a consequence, so a rank that sees such an error waits for the cause before it speaks;
-* a rank that ends while another one is still inside a step has left too early: that is an error of
-  the one that left.
+* a rank that ends inside a step (``sys.exit``) fails; one that ends between steps while another one
+  stays inside a step has left too early, which is found after :data:`ABSENCE_S`, or at once if a
+  connection broke.
 
 At a normal exit each rank says goodbye and its thread stops. Rank 0 hosts the store and stays until
 all others have seen its goodbye, a few seconds at most.
@@ -37,9 +38,12 @@ import torch.distributed as dist
 from autopar.errors import RankError
 
 POLL_S = 0.4
-SILENCE_S = 9.0
+SILENCE_S = 8.0
 SUSPECT_SILENCE_S = 3.0
-"""Silence that is a death when a connection has broken as well."""
+"""Silence, or absence, that is a failure when a connection has broken as well."""
+ABSENCE_S = 60.0
+"""How long a rank may be in a step after another one has left; the last stages may end late."""
+KNOWN_S = 2.5
 GOODBYE_S = 3.0
 EXIT_CODE = 1
 MAX_TEXT_CHARS = 20_000
@@ -62,12 +66,15 @@ class FailFast:
         self._thread = threading.Thread(target=self._watch, name="autopar watch", daemon=True)
         self._previous_hook = sys.excepthook
         self._lock = threading.Lock()
+        self._asked_since_s: float | None = None
 
     def start(self) -> None:
         """Begin to watch."""
         sys.excepthook = self._on_uncaught
         atexit.register(self.close)
         self._thread.start()
+        if self.rank != 0:  # rank 0 hosts the store; where that is stopped, no answer comes back
+            threading.Thread(target=self._guard, name="autopar guard", daemon=True).start()
 
     @contextlib.contextmanager
     def step(self, where: str) -> Iterator[None]:
@@ -79,7 +86,7 @@ class FailFast:
         self.where, self._in_step_since = where, time.monotonic()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # also sys.exit: the others wait for this rank
             self.report(error)
             raise
         finally:
@@ -98,7 +105,7 @@ class FailFast:
             time.sleep(SILENCE_S + 2 * POLL_S)
         first = self._write(f"rank {self.rank} failed at {self.where}:\n{text}")
         if first:
-            self._wait_until_known()
+            self._wait_until_known(self.world_size - 1)
         else:
             time.sleep(4 * POLL_S)  # the watch thread prints the first error and exits
 
@@ -108,15 +115,15 @@ class FailFast:
             return
         self._stop.set()
         sys.excepthook = self._previous_hook
+        if self._reported.is_set():
+            return
+        self._thread.join(timeout=2 * POLL_S)
         with contextlib.suppress(RuntimeError), self._lock:
             self._store.set(f"bye/{self.rank}", b"1")
-            if self.rank == 0:
-                deadline_s = time.monotonic() + GOODBYE_S
-                while time.monotonic() < deadline_s and self._store.add("farewell", 0) < self.world_size - 1:  # fmt: skip
-                    time.sleep(POLL_S / 8)
-            else:
+            if self.rank != 0:
                 self._store.add("farewell", 1)
-        self._thread.join(timeout=2 * POLL_S)
+        if self.rank == 0:
+            self._wait_for("farewell", self.world_size - 1, GOODBYE_S)
 
     # ---------------------------------------------------------------- telling
     def _write(self, text: str) -> bool:
@@ -128,12 +135,16 @@ class FailFast:
             except RuntimeError:  # the store is gone, and rank 0 with it
                 return False
 
-    def _wait_until_known(self) -> None:
-        deadline_s = time.monotonic() + 4 * POLL_S + 1.0
+    def _wait_until_known(self, ranks: int) -> None:
+        """Wait until ``ranks`` others have read the error."""
+        self._wait_for("known", ranks, KNOWN_S)
+
+    def _wait_for(self, counter: str, least: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline_s:
                 with self._lock:
-                    if self._store.add("known", 0) >= self.world_size - 1:
+                    if self._store.add(counter, 0) >= least:
                         return
                 time.sleep(POLL_S / 8)
 
@@ -155,10 +166,13 @@ class FailFast:
             count += 1
             try:
                 with self._lock:
+                    self._asked_since_s = time.monotonic()
                     self._store.set(f"beat/{self.rank}", str(count))
                     error, *signs = self._store.multi_get(keys)
+                    self._asked_since_s = None
                 lost_since_s = None
             except RuntimeError:
+                self._asked_since_s = None
                 if 0 in left:  # rank 0 said goodbye; all that can still go wrong is to need it
                     self._judge(0, b"", True, beats, left, time.monotonic())
                     continue
@@ -184,7 +198,8 @@ class FailFast:
         if has_left:
             since_s = left.setdefault(rank, now_s)
             begun_s = self._in_step_since
-            if begun_s is not None and now_s - max(since_s, begun_s) > SILENCE_S:
+            limit_s = SUSPECT_SILENCE_S if self._suspicion.is_set() else ABSENCE_S
+            if begun_s is not None and now_s - max(since_s, begun_s) > limit_s:
                 self._declare(rank, f"rank {rank} ended while rank {self.rank} was at {self.where}")
             return
         if rank not in beats or beats[rank][0] != beat:
@@ -199,10 +214,17 @@ class FailFast:
 
     def _declare(self, rank: int, text: str) -> None:
         if self._write(text):
-            self._wait_until_known()
+            self._wait_until_known(self.world_size - 2)  # the dead don't read
             self._end(rank, text)
         elif rank == 0:
             self._end(rank, text)  # rank 0 has the store: nobody else can be told
+
+    def _guard(self) -> None:
+        """Notice that the store does not answer."""
+        while not self._stop.wait(POLL_S):
+            since_s = self._asked_since_s
+            if since_s is not None and time.monotonic() - since_s > SILENCE_S:
+                self._end(0, f"rank 0 has not answered for {SILENCE_S:.0f} s: it was stopped")
 
     def _acknowledge(self) -> None:
         with contextlib.suppress(RuntimeError), self._lock:
@@ -210,6 +232,8 @@ class FailFast:
 
     def _end(self, origin: int, text: str) -> None:
         """Print the first error and end this process, whatever its main thread does."""
+        if self._stop.is_set():
+            return
         message = RankError(f"rank {self.rank} ends because of rank {origin}. {text}")
         sys.stderr.write(f"{type(message).__name__}: {message}\n")
         sys.stderr.flush()

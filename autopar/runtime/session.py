@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from autopar.capture.structure import TensorLeaf, leaves
 from autopar.capture.tracing import Captured, capture
 from autopar.errors import CaptureError, ConfigError, InputError, PassError, ShardingError
 from autopar.ir.graph import InputKind
+from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.runtime.batches import (
     CallKey,
@@ -26,6 +27,7 @@ from autopar.runtime.batches import (
 )
 from autopar.runtime.clipping import GradientNorm, route_clip_grad_norm
 from autopar.runtime.driving import Driver
+from autopar.runtime.failure import FailFast
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
 from autopar.runtime.optimizers import OptimizerGuard
@@ -36,12 +38,14 @@ from autopar.runtime.variants import (
     Variant,
     check_same_storage,
     make_variant,
-    planned_decisions,
     transfer,
 )
 from autopar.sharding.programs import LocalPrograms
 
 logger = logging.getLogger(__name__)
+
+LOSS_BATCH = "loss_batch"
+"""Name under which a :class:`ModelCall` holds what a loss function is given."""
 
 _KEY_BYTES = 8
 _MASK_63 = (1 << 63) - 1  # an int64 that is not negative
@@ -81,6 +85,7 @@ class Session:
         driver: Answers what steps ask for.
         guard: Keeps optimizers with the parameters.
         uncompiled: Gives the module its own class back while something is captured.
+        watch: Ends all ranks when one fails; None in a plain process.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Session:
         driver: Driver,
         guard: OptimizerGuard,
         uncompiled: Callable[[torch.nn.Module], AbstractContextManager[None]],
+        watch: FailFast | None,
     ) -> None:
         self.plan = plan
         self.captured = captured
@@ -110,6 +116,7 @@ class Session:
         self._driver = driver
         self._guard = guard  # lives as long as the session: its hooks end with it
         self._uncompiled = uncompiled
+        self._watch = watch
         self._planned = planned
         self._variants: dict[CallKey, Variant] = {}
         self._tangent = 1.0
@@ -161,7 +168,7 @@ class Session:
         try:
             captured = self._recapture(model, call, loss, backward)
             is_planned = captured.hash == self.captured.hash
-            decisions = planned_decisions(self.plan, self.captured.graph)
+            decisions = decisions_of(self.plan, self.captured.graph)
             if not is_planned:
                 decisions = transfer(
                     decisions,
@@ -200,7 +207,7 @@ class Session:
                 call.args(),
                 call.kwargs(),
                 loss=loss,
-                batch=call.values.get("batch") if call.batch_is == "given" else None,
+                batch=call.values.get(LOSS_BATCH),
                 train=backward or model.training,  # without gradients: the same, B left out
             )
 
@@ -215,7 +222,8 @@ class Session:
     # ------------------------------------------------------------ steps
     def drive(self, running: Running) -> object:
         """Run a generator of a step to its end."""
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+        watched = nullcontext() if self._watch is None else self._watch.step(f"step {self.step}")
+        with watched, torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             return self._driver.run(running)
 
     def inputs(

@@ -17,7 +17,6 @@ from autopar.capture.tracing import Captured
 from autopar.errors import InputError, PlanError
 from autopar.ir.graph import Graph, Phase
 from autopar.plan.actions import Action
-from autopar.plan.decisions import decisions_of
 from autopar.plan.schedule import action_lists, compute_order, forward_order
 from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.load import LoadedPrograms, load
@@ -99,21 +98,6 @@ def make_variant(
     )
 
 
-def planned_decisions(plan: Plan, graph: Graph) -> Decisions:
-    """The plan's decisions for the graph that it was made for."""
-    decisions = decisions_of(plan, graph)
-    if plan.num_microbatches == 1 or decisions.prologue:
-        return decisions
-    splits = split_data_axes(
-        graph,
-        signatures_of(graph),
-        num_microbatches=plan.num_microbatches,
-        dp=plan.mesh.dp,
-        microbatch_statistics=plan.microbatch_statistics,
-    )
-    return replace(decisions, prologue=splits.mb.prologue)
-
-
 def transfer(
     decisions: Decisions, old: Graph, new: Graph, *, microbatch_statistics: bool = False
 ) -> Decisions:
@@ -143,7 +127,6 @@ def transfer(
     return replace(
         decisions,
         choices=choices,
-        prologue=splits.mb.prologue,
         firsts=_transfer_firsts(decisions.firsts, old, same, new),
         recompute=frozenset(decisions.recompute & same),
     )

@@ -27,7 +27,7 @@ from autopar.sharding.decisions import Choice
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
 from autopar.sharding.placement import P, Partial, Placement, R, Replicate, Shard, Varying
 from autopar.sharding.rules import MICROBATCH_STATISTICS
-from autopar.sharding.signature import AxisStrategy, Dims, OpSignature, axis_strategies
+from autopar.sharding.signature import AxisStrategy, Dims, OpSignature, axis_strategies, parts_by_factor
 
 Signatures = Mapping[str, OpSignature | None]
 _FORBIDDEN = float("inf")
@@ -388,11 +388,11 @@ def split_data_axes(
         _check_results(graph, mb, num_microbatches)
     if dp == 1:
         return DataSplits(mb, none)
-    divide = {
-        name: {s.factor: num_microbatches}
-        for name, s in mb.choices.items()
-        if isinstance(s, AxisStrategy) and s.factor
-    }
+    divide = {}
+    for name, strategy in mb.choices.items():
+        signature = signatures.get(name)
+        if isinstance(strategy, AxisStrategy) and signature is not None:
+            divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
     return DataSplits(
         mb, propagate(graph, signatures, "dp", dp, placements, is_batch, divide=divide)
     )

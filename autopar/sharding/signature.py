@@ -17,6 +17,7 @@ Source: factors after Shardy's op sharding rules; per-axis enumeration is ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -192,3 +193,30 @@ def _may_split(size: int, already: int, parts: int, *, padded: bool) -> bool:
     if size % (already * parts) == 0:
         return True
     return padded and already == 1 and size > (parts - 1) * (-(-size // parts))
+
+
+def parts_by_factor(
+    signature: OpSignature, strategies: Iterable[tuple[AxisStrategy, int]]
+) -> dict[str, int]:
+    """Parts that strategies on other axes already cut each factor into.
+
+    Read off the placements, because a special split need not name the factor that it cuts.
+
+    Args:
+        signature: The operator's dims.
+        strategies: (strategy, axis size) of the other axes.
+    """
+    parts: dict[str, int] = {}
+    for strategy, size in strategies:
+        cut = {
+            dims[placement.dim][0]
+            for tensors, placements in (
+                (signature.inputs, strategy.inputs),
+                (signature.outputs, strategy.outputs),
+            )
+            for dims, placement in zip(tensors, placements, strict=True)
+            if isinstance(placement, Shard) and dims is not None and dims[placement.dim]
+        }
+        for factor in cut:
+            parts[factor] = parts.get(factor, 1) * size
+    return parts

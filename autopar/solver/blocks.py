@@ -117,7 +117,14 @@ def find_blocks(graph: Graph, *, forced: Sequence[str] = ()) -> BlockChain:
     for row in ahead:  # what every stage makes for itself may precede a block's first operator
         at = next((i for i, n in enumerate(row) if n.name in begin), 0)
         row.insert(0, row.pop(at))
-    classes, node_class = _hash_blocks(graph, ahead, behind, block_of)
+    common = _common_nodes(graph, stage_map, block_of)
+    classes, node_class = _hash_blocks(
+        graph,
+        [[n for n in row if n.name not in common] for row in ahead],
+        [[n for n in row if n.name not in common] for row in behind],
+        block_of,
+    )
+    node_class.update((name, (f"common {name}", 0)) for name in common)
     forward_cuts, backward_cuts = _cut_values(graph, stage_map, keys)
     return BlockChain(
         blocks=tuple(
@@ -268,6 +275,24 @@ def _block_of(graph: Graph, stage_map: StageMap) -> dict[str, int]:
         if node.name not in block_of:
             block_of[node.name] = min((block_of[u] for u in users[node.name]), default=0)
     return block_of
+
+
+def _common_nodes(
+    graph: Graph, stage_map: StageMap, block_of: Mapping[str, int]
+) -> set[str]:
+    """What every stage makes for itself and several blocks need: part of no repeated structure."""
+    loose = {n.name for n in graph.nodes if n.name not in stage_map.stage}
+    readers: dict[str, set[int]] = {name: set() for name in loose}
+    common: set[str] = set()
+    for node in reversed(graph.nodes):
+        name = node.name
+        if name in loose and len(readers[name]) > 1:
+            common.add(name)
+        reach = readers[name] if name in loose else {block_of[name]}
+        for ref in node.refs():
+            if ref in loose:
+                readers[ref] |= reach
+    return common
 
 
 def _common_scope(nodes: Sequence[Node]) -> str:

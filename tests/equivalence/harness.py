@@ -23,7 +23,7 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import R, Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
-from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies
+from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
 
 RELATIVE_TOLERANCE = 1e-10
 SMALL_GRADIENT = 1e-3
@@ -129,14 +129,13 @@ def random_tp_choices(
         signature = problem.signatures.get(node.name)
         if signature is None:
             continue
-        divide: dict[str, int] = {}
-        lowered = set()
-        for axis, size in zip(("mb", "dp"), sizes[:2], strict=True):
-            other = data.get(axis, {}).get(node.name)
-            if isinstance(other, AxisStrategy):
-                lowered.add(other.lowering)
-                if other.factor:
-                    divide[other.factor] = divide.get(other.factor, 1) * size
+        others = [
+            (choice, size)
+            for axis, size in zip(("mb", "dp"), sizes[:2], strict=True)
+            if isinstance(choice := data.get(axis, {}).get(node.name), AxisStrategy)
+        ]
+        divide = parts_by_factor(signature, others)
+        lowered = {s.lowering for s, _ in others}
         options = [
             s
             for s in axis_strategies(signature, tp, divide=divide)
@@ -159,11 +158,16 @@ def fuzz_decisions(
     seed: int,
     zero: int = 0,
     recompute_share: float = 0.0,
+    microbatch_statistics: bool = False,
 ) -> Decisions:
     """Data splits as propagated, everything else random."""
     rng = random.Random(seed)
     data = split_data_axes(
-        problem.graph, problem.signatures, num_microbatches=microbatches, dp=dp
+        problem.graph,
+        problem.signatures,
+        num_microbatches=microbatches,
+        dp=dp,
+        microbatch_statistics=microbatch_statistics,
     ).choices
     choices = dict(data)
     sizes = (microbatches, dp, tp)

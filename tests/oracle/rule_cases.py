@@ -48,7 +48,9 @@ def elementwise() -> Iterator[Case]:
     yield make_case("aten.div.Tensor", _r(4, 10), 3.0)
     yield make_case("aten.div.Scalar", _r(4, 10), 3.0)
     yield make_case("aten.div.Tensor_mode", _r(4, 10), _r(4, 10), rounding_mode="floor")
-    yield make_case("aten.div.Tensor_mode", _ids(9, 4, 10), _ids(9, 4, 10) + 1, rounding_mode="floor")
+    yield make_case(
+        "aten.div.Tensor_mode", _ids(9, 4, 10), _ids(9, 4, 10) + 1, rounding_mode="floor"
+    )
     yield make_case("aten.pow.Tensor_Scalar", _r(4, 10), 3.0)
     yield make_case("aten.pow.Tensor_Scalar", _r(4, 10), 1.0)
     yield make_case("aten.pow.Scalar", 2.0, _r(4, 10))
@@ -106,7 +108,13 @@ def contraction() -> Iterator[Case]:
 
 def reduction() -> Iterator[Case]:
     x = _r(4, 10, 6)
-    for dims, keep in (([0], True), ([1], False), ([-1], False), ([0, 1], True), ([0, 1, 2], False)):
+    for dims, keep in (
+        ([0], True),
+        ([1], False),
+        ([-1], False),
+        ([0, 1], True),
+        ([0, 1, 2], False),
+    ):
         yield make_case("aten.sum.dim_IntList", x, dims, keep)
         yield make_case("aten.amax.default", x, dims, keep)
         yield make_case("aten.mean.dim", x, dims, keep)
@@ -216,7 +224,9 @@ def indexing() -> Iterator[Case]:
         yield make_case(
             "aten.embedding_dense_backward.default", _r(4, 6, 8), _ids(10, 4, 6), 10, padding, False
         )
-    yield make_case("aten.embedding_dense_backward.default", _r(4, 6, 8), _ids(10, 4, 6), 10, -1, True)
+    yield make_case(
+        "aten.embedding_dense_backward.default", _r(4, 6, 8), _ids(10, 4, 6), 10, -1, True
+    )
     yield make_case("aten.gather.default", _r(4, 10), 1, _ids(10, 4, 6))
     yield make_case("aten.gather.default", _r(4, 10), 1, _ids(10, 2, 6))
     yield make_case("aten.gather.default", _r(1, 10), 1, _ids(10, 1, 6))
@@ -242,7 +252,12 @@ def attention() -> Iterator[Case]:
     for dropout in (0.0, 0.2):
         for kv, causal in ((4, False), (2, True), (1, True)):
             yield from _attention(kv, None, key if dropout else None, causal, dropout)
-        for mask in (_r(2, 1, 6, 6), _r(1, 4, 1, 6), _r(6, 6), _bool(2, 1, 1, 6) | _bool(1).new_ones(1)):
+        for mask in (
+            _r(2, 1, 6, 6),
+            _r(1, 4, 1, 6),
+            _r(6, 6),
+            _bool(2, 1, 1, 6) | _bool(1).new_ones(1),
+        ):
             yield from _attention(2, mask, key if dropout else None, False, dropout)
 
 
@@ -264,13 +279,20 @@ def _attention(
 def attention_for_misses() -> Iterator[Case]:
     """Shapes under which no pair of parts looks like equal head dims to the fused kernels."""
     for kv, mask in ((4, None), (2, None), (1, None), (2, _r(2, 1, 6, 6)), (2, _r(1, 4, 1, 6))):
-        q, k, v = _r(2, 4, 6, 8), _r(2, kv, 6, 8), _r(2, kv, 6, 6)
+        q, k, v = _r(2, 4, 6, 8), _r(2, kv, 6, 8), _r(2, kv, 6, 3)
         options = (mask, None, False, 0, 0.3, 0.0, 5, [2, 4, 6, 6], [0, 0, 0, 0])
         case = make_case("autopar.attention", q, k, v, *options)
         yield case
         if kv == 2 and mask is None:
             yield make_case(
-                "autopar.attention_backward", _r(2, 4, 6, 6), q, k, v, *case.results, *options, False
+                "autopar.attention_backward",
+                _r(2, 4, 6, 3),
+                q,
+                k,
+                v,
+                *case.results,
+                *options,
+                False,
             )
 
 

@@ -21,8 +21,17 @@ from autopar.errors import ShardingError
 from autopar.ir.graph import Arg, Dtype, Node, Ref, TensorMeta
 from autopar.sharding import rules
 from autopar.sharding.emitter import Emitter
-from autopar.sharding.placement import Layout, Partial, Placement, R, Replicate, Shard, Varying
-from autopar.sharding.placement import local_shape, shard_size
+from autopar.sharding.placement import (
+    Layout,
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Shard,
+    Varying,
+    local_shape,
+    shard_size,
+)
 from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies
 from passes.local_ops import LOCAL_OPS
 
@@ -121,8 +130,10 @@ def _split_axis(
         x = torch.cat([x, torch.full(shape, _garbage(x), dtype=x.dtype)], placement.dim)
         return [piece.contiguous() for piece in x.split(block, placement.dim)]
     if isinstance(placement, Partial):
-        return _split_sum(x, parts, generator) if placement.op == "sum" else _split_extreme(
-            x, parts, placement.op, generator
+        return (
+            _split_sum(x, parts, generator)
+            if placement.op == "sum"
+            else _split_extreme(x, parts, placement.op, generator)
         )
     return [x] * parts
 
@@ -181,9 +192,7 @@ def _combine_axis(
         if tuple(piece.shape) != expected:
             return f"local shape {tuple(piece.shape)}, {placement} of {tuple(shape)} is {expected}"
     if isinstance(placement, Shard):
-        return torch.cat(pieces, placement.dim).narrow(
-            placement.dim, 0, shape[placement.dim]
-        )
+        return torch.cat(pieces, placement.dim).narrow(placement.dim, 0, shape[placement.dim])
     if isinstance(placement, Replicate):
         if any(not _same(p, pieces[0]) for p in pieces[1:]):
             return "ranks differ where the rule says R"
@@ -331,9 +340,7 @@ def _combinations(
 
 def _comparable(strategies: Sequence[AxisStrategy]) -> list[AxisStrategy]:
     return [
-        s
-        for s in strategies
-        if not any(isinstance(p, Varying) for p in (*s.inputs, *s.outputs))
+        s for s in strategies if not any(isinstance(p, Varying) for p in (*s.inputs, *s.outputs))
     ]
 
 
@@ -360,9 +367,11 @@ def find_misses(case: Case, *, limit: int = 4000, pending: bool = True) -> list[
     for inputs in itertools.product(*choices):
         if all(p == R for p in inputs):
             continue
-        for outputs in _legal_outputs(case, signature, inputs):
-            if (inputs, outputs) not in offered:
-                misses.append(str(AxisStrategy(inputs, outputs)))
+        misses += [
+            str(AxisStrategy(inputs, outputs))
+            for outputs in _legal_outputs(case, signature, inputs)
+            if (inputs, outputs) not in offered
+        ]
     return misses
 
 
@@ -395,23 +404,26 @@ def _legal_outputs(
     case: Case, signature: OpSignature, inputs: tuple[Placement, ...]
 ) -> Iterator[tuple[Placement, ...]]:
     sides = [
-        split(t, (p,), (2,), i)
-        for i, (t, p) in enumerate(zip(case.operands, inputs, strict=True))
+        split(t, (p,), (2,), i) for i, (t, p) in enumerate(zip(case.operands, inputs, strict=True))
     ]
-    if signature.shape_arg is None:
+    at, sized = signature.shape_arg, signature.shape_result
+    if at is None:
         found = _try_local(case, sides, case.node.args)
         if found is not None:
             yield from itertools.product(*_matching(case, found))
         return
-    whole = case.results[0]
+    whole = case.results[sized]
     assert whole is not None
+    seen: set[tuple[Placement, ...]] = set()
     for placement in [*_placements(whole), Partial()]:
         local = local_shape(tuple(whole.shape), (placement,), (2,))
-        at = signature.shape_arg
         args = (*case.node.args[:at], local, *case.node.args[at + 1 :])
         found = _try_local(case, sides, args)
-        if found is not None and any(placement == p for p in _matching(case, found)[0]):
-            yield (placement,)
+        options = itertools.product(*_matching(case, found)) if found is not None else ()
+        for outputs in options:
+            if outputs[sized] == placement and outputs not in seen:
+                seen.add(outputs)
+                yield outputs
 
 
 def _try_local(
@@ -429,9 +441,7 @@ def _try_local(
     return found
 
 
-def _matching(
-    case: Case, found: list[tuple[torch.Tensor | None, ...]]
-) -> list[list[Placement]]:
+def _matching(case: Case, found: list[tuple[torch.Tensor | None, ...]]) -> list[list[Placement]]:
     """Placements, per result, under which the ranks' results are the whole result."""
     legal: list[list[Placement]] = []
     for i, expected in enumerate(case.results):

@@ -20,7 +20,10 @@ UNSAFE = ("autopar.batch_norm", "autopar.attention", "aten.native_group_norm")
 """Kernels that corrupt memory when operands' sizes disagree, which the search for misses tries."""
 
 ALLOWED_MISSES = {
-    ("aten.native_layer_norm.default", "R P(sum) P(sum) -> P(sum) R R"): "weights are never pending",
+    (
+        "aten.native_layer_norm.default",
+        "R P(sum) P(sum) -> P(sum) R R",
+    ): "weights are never pending",
     ("aten.native_layer_norm.default", "R P(sum) -> P(sum) R R"): "weights are never pending",
     ("aten._fused_rms_norm.default", "R P(sum) -> P(sum) R"): "weights are never pending",
     (
@@ -29,16 +32,12 @@ ALLOWED_MISSES = {
     ): "weights are never pending",
     ("aten.avg_pool2d.default", "S(2) -> S(2)"): "legal only where windows end at block borders",
     ("aten.avg_pool2d.default", "S(3) -> S(3)"): "legal only where windows end at block borders",
-    ("autopar.attention", "R R S(3) -> S(3) R"): "fused kernels need equal head dims",
     ("autopar.attention", "R R P(sum) -> P(sum) R"): "values are never pending",
+    ("autopar.attention", "R R P(sum) R -> P(sum) R"): "values are never pending",
     (
         "autopar.attention_backward",
         "R R S(2) S(2) R R -> P(sum) S(2) S(2) R",
     ): "a split of the keys has no forward yet",
-    (
-        "autopar.attention_backward",
-        "S(3) R R S(3) S(3) R -> P(sum) P(sum) S(3) R",
-    ): "fused kernels need equal head dims",
 }
 """(operator, split) -> why a legal split is not offered."""
 
@@ -71,7 +70,7 @@ def test_legal_splits_of_attention_are_offered() -> None:
     misses = [
         f"{case.label}: {miss}"
         for case in _cases(attention_for_misses)
-        for miss in find_misses(case, limit=5000, pending="backward" not in case.node.op)
+        for miss in find_misses(case, limit=7000, pending="backward" not in case.node.op)
         if (case.node.op, miss) not in ALLOWED_MISSES
     ]
     assert not misses, "\n".join(misses)

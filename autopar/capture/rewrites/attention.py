@@ -220,7 +220,8 @@ def fold_masks(graph: Graph, classify: Classify) -> Graph:
     """Say masks that no input has a part in by ``causal``, where they can be said so.
 
     A mask may be such a value as a whole, or its sum with a bias that does depend on inputs:
-    ``add(bias, fixed)`` or ``where(fixed, bias, -inf)``; then the bias stays as the mask. The
+    ``add(bias, fixed)`` or ``where(fixed, bias, -inf)``, or its conjunction with one,
+    ``bitwise_and(fixed, padding)``; then the rest stays as the mask. The
     gradient of the bias is the same, since banned positions have none.
     """
     edits = _Edits(graph)
@@ -263,12 +264,10 @@ def _fixed_part(edits: _Edits, mask: Arg, free: Mapping[str, bool]) -> tuple[str
     if node.op == "aten.where.self":
         fixed, bias, banned = node.args
         fill = edits.node(banned)
-        if fill is None or fill.op != "aten.full.default":
-            return None
-        value = fill.args[1]
+        value = fill.args[1] if fill is not None and fill.op == "aten.full.default" else 0
         if not isinstance(value, int | float) or value > _LEAVES_NO_WEIGHT:
             return None
-    elif node.op == "aten.add.Tensor":
+    elif node.op in ("aten.add.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default"):
         first, second = node.args
         swap = isinstance(first, Ref) and free[first.name]
         fixed, bias = (first, second) if swap else (second, first)
@@ -276,8 +275,14 @@ def _fixed_part(edits: _Edits, mask: Arg, free: Mapping[str, bool]) -> tuple[str
         return None
     if not isinstance(fixed, Ref) or not free[fixed.name] or not isinstance(bias, Ref):
         return None
-    # the gradient of the mask keeps its shape only if the bias has that shape
-    return (fixed.name, bias) if edits.graph.metas()[bias.name] == node.meta else None
+    metas = edits.graph.metas()
+    whole, part, rest = (metas[ref.name] for ref in (mask, fixed, bias))
+    assert isinstance(whole, TensorMeta)
+    assert isinstance(part, TensorMeta)
+    assert isinstance(rest, TensorMeta)
+    # the gradient of a float mask keeps its shape only if the bias has that shape
+    fits = part.shape[-2:] == whole.shape[-2:] and (rest == whole or rest.dtype == "bool")
+    return (fixed.name, bias) if fits else None
 
 
 def _with_form(node: Node, shift: int, mask: Ref | None, causal: bool, q_start: int) -> Node:

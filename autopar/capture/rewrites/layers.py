@@ -229,7 +229,7 @@ def _nll_each(b: Builder, logp: Ref, labels: Ref, weight: Arg, ignore_index: Arg
     label = b.emit("aten.where.self", (counts, labels, zero), b.meta(labels))
     column = b.view(label, (rows, 1))
     picked = b.emit(
-        "aten.gather.default", (logp, 1, column, False), TensorMeta((rows, 1), dtype)
+        "aten.gather.default", (logp, 1, column), TensorMeta((rows, 1), dtype)
     )
     each = b.unary("neg", b.view(picked, (rows,)))
     if weight is not None:

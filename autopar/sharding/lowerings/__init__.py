@@ -27,7 +27,16 @@ LOWERINGS: Mapping[str, Lowering] = {
 }
 """Every lowering works when several axes carry it, also together with plain splits on others."""
 
-LOCAL_LOWERINGS = frozenset({"attention", "dropout", "random", "grouped_convolution"})
+LOCAL_LOWERINGS = frozenset(
+    {
+        "attention",
+        "dropout",
+        "group_norm",
+        "group_norm_backward",
+        "grouped_convolution",
+        "random",
+    }
+)
 """Those that move nothing between ranks: legal over micro-batches too."""
 
 __all__ = ["LOCAL_LOWERINGS", "LOWERINGS", "LowerContext", "Lowering"]

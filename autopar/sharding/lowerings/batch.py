@@ -21,8 +21,7 @@ def batch_norm(
     assert y_meta is not None
     assert mean_meta is not None
     assert invstd_meta is not None
-    shape = ctx.global_meta(0).shape
-    count = _count(shape)
+    count = _count(ctx, 0, axes)
     wide = _cast(ctx, x, mean_meta.dtype)
     total = all_reduce(ctx, _channel_sum(ctx, wide, mean_meta), "sum", axes)
     mean = _scaled(ctx, total, 1.0 / count)
@@ -61,7 +60,7 @@ def batch_norm_backward(
     assert isinstance(mean, Ref)
     assert isinstance(invstd, Ref)
     channel = ctx.meta(mean)
-    count = _count(ctx.global_meta(1).shape)
+    count = _count(ctx, 1, axes)
     dy, x = _cast(ctx, dy, channel.dtype), _cast(ctx, x, channel.dtype)
     centred = _per_channel(ctx, "aten.sub.Tensor", x, mean)
     xhat = _per_channel(ctx, "aten.mul.Tensor", centred, invstd)
@@ -133,9 +132,17 @@ def _emit_several(ctx: LowerContext, node: Node, args: list[Arg]) -> tuple[Ref |
     return tuple(None if meta is None else ctx.item(whole, i) for i, meta in enumerate(metas))
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    """Elements of each channel of a tensor (n, c, ...)."""
+def _count(ctx: LowerContext, operand: int, axes: tuple[str, ...]) -> int:
+    """Elements of each channel that share statistics, of an operand (n, c, ...).
+
+    An axis that shards the batch without this lowering (micro-batches with statistics of their
+    own) has a share of the batch to itself.
+    """
+    shape = ctx.global_meta(operand).shape
     count = shape[0]
+    for axis in ctx.operand_axes(operand, 0):
+        if axis not in axes:
+            count //= ctx.axis_size(axis)
     for size in shape[2:]:
         count *= size
     return count
@@ -168,9 +175,7 @@ def _updated(ctx: LowerContext, old: Arg, new: Ref, momentum: float) -> Ref:
         meta = TensorMeta((0,), ctx.meta(new).dtype)
         return ctx.emit("aten.slice.Tensor", (new, 0, 0, 0), meta)
     fresh = _cast(ctx, _scaled(ctx, new, momentum), ctx.meta(old).dtype)
-    return ctx.emit(
-        "aten.add.Tensor", (_scaled(ctx, old, 1.0 - momentum), fresh), ctx.meta(old)
-    )
+    return ctx.emit("aten.add.Tensor", (_scaled(ctx, old, 1.0 - momentum), fresh), ctx.meta(old))
 
 
 def _cast(ctx: LowerContext, x: Ref, dtype: str) -> Ref:

@@ -43,9 +43,7 @@ def attention(
     refs = [position for position, arg in enumerate(node.args) if isinstance(arg, Ref)]
     query = refs.index(at["q"])
     shape = ctx.global_meta(query).shape
-    starts = tuple(
-        block_start(ctx, ctx.operand_axes(query, dim), shape[dim]) for dim in range(3)
-    )
+    starts = tuple(block_start(ctx, ctx.operand_axes(query, dim), shape[dim]) for dim in range(3))
     args[at["offsets"]] = (*starts, 0)
     args[at["q_start"]] = _plus(ctx, starts[2], args[at["q_start"]])
     return _emit(ctx, node, args)

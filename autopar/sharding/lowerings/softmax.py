@@ -74,9 +74,7 @@ def _exponentials(
     return exps, all_reduce(ctx, total, "sum", axes), shifted
 
 
-def _row_sum(
-    ctx: LowerContext, x: Ref, dim: int, *, axes: tuple[str, ...], size: int
-) -> Ref:
+def _row_sum(ctx: LowerContext, x: Ref, dim: int, *, axes: tuple[str, ...], size: int) -> Ref:
     x = mask_padding(ctx, x, dim, axes=axes, size=size, fill=0.0)
     row = reduced(ctx.meta(x), (dim,))
     return all_reduce(ctx, ctx.emit("aten.sum.dim_IntList", (x, (dim,), True), row), "sum", axes)

@@ -37,7 +37,9 @@ def vocabulary_embedding_backward(
     assert result is not None
     start = block_start(ctx, ctx.result_axes(0, 0), vocabulary)
     rows, width = result.shape
-    near = _shift(ctx, ids, start, rows, fill=rows, skip=padding if isinstance(padding, int) else -1)
+    near = _shift(
+        ctx, ids, start, rows, fill=rows, skip=padding if isinstance(padding, int) else -1
+    )
     more = ctx.emit(
         node.op, (grad, near, rows + 1, -1, False), TensorMeta((rows + 1, width), result.dtype)
     )
@@ -51,7 +53,9 @@ def nll_loss_sum(
     at = 1 if len(ctx.global_meta(0).shape) > 1 else 0
     sharded = ctx.operand_axes(0, at)
     size = ctx.global_meta(0).shape[at]
-    target, weight = _local_classes(ctx, node, operands, sharded, size, ctx.meta(operands[0]).shape[at])
+    target, weight = _local_classes(
+        ctx, node, operands, sharded, size, ctx.meta(operands[0]).shape[at]
+    )
     args = local_args(node, operands)
     args[1:4] = [target, weight, _NO_CLASS]
     return (ctx.emit(node.op, tuple(args), ctx.result_metas()[0]),)

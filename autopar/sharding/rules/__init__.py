@@ -60,12 +60,10 @@ def signature(
     return _REGISTRY.signature(node, operand_metas, memo=memo)
 
 
-def register(
-    op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = ""
-) -> None:
+def register(op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = "") -> None:
     """Register a rule for a custom operator; see :meth:`Registry.register`.
 
-    >>> register("mylib.scale", "(b, h, s), (h) -> (b, h, s)", linear=[(0,), (1,)])
+    Such as ``register("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``.
     """
     _REGISTRY.register(op, text, linear=linear, padded=padded)
 

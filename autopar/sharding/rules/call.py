@@ -149,7 +149,7 @@ class Naming:
             self.dim(f"{prefix}{i}", size, whole=i in kept) for i, size in enumerate(shape)
         )
 
-    def build(
+    def build(  # noqa: PLR0913  # the fields of OpSignature
         self,
         inputs: Sequence[Dims | None],
         outputs: Sequence[Dims | None],

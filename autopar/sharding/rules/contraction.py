@@ -41,9 +41,7 @@ def _convolution(call: OpCall) -> OpSignature:
     if "g" in naming.sizes:
         naming.whole.add("g")
         sharded: tuple[Placement, ...] = (Shard(1), Shard(0), Shard(0))
-        extra.append(
-            AxisStrategy(sharded[: len(inputs)], (Shard(1),), "g", "grouped_convolution")
-        )
+        extra.append(AxisStrategy(sharded[: len(inputs)], (Shard(1),), "g", "grouped_convolution"))
     return naming.build(
         inputs,
         [(n, o, *naming.dims(y[2:], prefix="y", whole=range(len(y))))],
@@ -90,15 +88,13 @@ def _convolution_backward(call: OpCall) -> OpSignature:
 
 
 def _pending(call: OpCall, x_pending: bool, w_pending: bool) -> AxisStrategy:
-    """dw is linear in x, dx in the weight, db in neither."""
+    """Dw is linear in x, dx in the weight, db in neither."""
     wanted = (w_pending, x_pending, False)
     outputs = tuple(
         Partial() if pending and meta is not None else R
         for pending, meta in zip(wanted, call.results, strict=True)
     )
-    return AxisStrategy(
-        (R, Partial() if x_pending else R, Partial() if w_pending else R), outputs
-    )
+    return AxisStrategy((R, Partial() if x_pending else R, Partial() if w_pending else R), outputs)
 
 
 def _channels(

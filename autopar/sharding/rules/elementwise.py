@@ -15,30 +15,34 @@ from autopar.sharding.signature import OpSignature
 
 Groups = tuple[tuple[int, ...], ...]
 
-_UNARY = """
-abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1
-floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan lgamma log log10 log1p log2
-logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin
-sinc sinh softplus sqrt square tan tanh trunc elu celu leaky_relu threshold clamp clamp_min
-clamp_max hardshrink softshrink signbit log_sigmoid
-""".split()  # names of aten operators, overload "default"
+_UNARY = (
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "cos",
+    "cosh", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu",
+    "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "lgamma", "log",
+    "log10", "log1p", "log2", "logical_not", "logit", "mish", "nan_to_num", "reciprocal", "relu",
+    "relu6", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "sinc", "sinh",
+    "softplus", "sqrt", "square", "tan", "tanh", "trunc", "elu", "celu", "leaky_relu",
+    "threshold", "clamp", "clamp_min", "clamp_max", "hardshrink", "softshrink", "signbit",
+    "log_sigmoid",
+)  # fmt: skip
+"""Operators of aten with the overload ``default``."""
 
-_OTHER = """
-add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Scalar
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar round.decimals
-clamp.Tensor clamp_min.Tensor clamp_max.Tensor
-maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default
-logaddexp.default logaddexp2.default xlogy.Tensor copysign.Tensor copysign.Scalar
-fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar floor_divide.default floor_divide.Scalar
-eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar
-ge.Tensor ge.Scalar
-logical_and.default logical_or.default logical_xor.default
-bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor
-bitwise_xor.Scalar bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
-bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar
-__and__.Tensor __or__.Tensor __xor__.Tensor
-prelu.default _prelu_kernel.default
-""".split()
+_OTHER = (
+    "add.Scalar", "sub.Scalar", "rsub.Scalar", "mul.Scalar", "div.Scalar", "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor", "pow.Scalar", "round.decimals", "clamp.Tensor", "clamp_min.Tensor",
+    "clamp_max.Tensor", "maximum.default", "minimum.default", "fmax.default", "fmin.default",
+    "atan2.default", "hypot.default", "logaddexp.default", "logaddexp2.default", "xlogy.Tensor",
+    "copysign.Tensor", "copysign.Scalar", "fmod.Tensor", "fmod.Scalar", "remainder.Tensor",
+    "remainder.Scalar", "floor_divide.default", "floor_divide.Scalar", "eq.Tensor", "eq.Scalar",
+    "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar", "gt.Tensor",
+    "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and.default", "logical_or.default",
+    "logical_xor.default", "bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_or.Tensor",
+    "bitwise_or.Scalar", "bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_left_shift.Tensor",
+    "bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor",
+    "bitwise_right_shift.Tensor_Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
+    "prelu.default", "_prelu_kernel.default",
+)  # fmt: skip
+"""Further operators of aten, with their overload."""
 
 _LINEAR: Mapping[str, Groups] = {
     "aten.add.Tensor": ((0, 1),),

@@ -55,7 +55,7 @@ def _embedding_backward(call: OpCall) -> OpSignature:
 
 
 def _gather(call: OpCall) -> OpSignature:
-    """``gather(x, dim, index)``: index may be shorter than x in the other dims: then they are whole."""
+    """``gather(x, dim, index)``; dims in which the index is shorter than x are whole."""
     naming = Naming()
     x, index = call.shape(0), call.shape(1)
     dim = normal_dim(call.integer(1), len(x))
@@ -67,9 +67,7 @@ def _gather(call: OpCall) -> OpSignature:
     )
 
 
-def _paired(
-    naming: Naming, x: Sequence[int], index: Sequence[int], dim: int
-) -> tuple[Dims, Dims]:
+def _paired(naming: Naming, x: Sequence[int], index: Sequence[int], dim: int) -> tuple[Dims, Dims]:
     """Dims of a tensor and of an index tensor that addresses it along ``dim``."""
     sources: list[tuple[str, ...]] = []
     positions: list[tuple[str, ...]] = []
@@ -226,11 +224,9 @@ def _index_put(call: OpCall) -> OpSignature | None:
     extra: list[AxisStrategy] = []
     for name in [n for n in naming.sizes if n.startswith("i")]:
         naming.whole.add(name)
-        places: list[Placement] = [Partial()]
-        for dims in (*each, values):
-            places.append(Shard(dims.index((name,))) if (name,) in dims else R)
         if adds:
-            extra.append(AxisStrategy(tuple(places), (Partial(),), name))
+            places = (Shard(d.index((name,))) if (name,) in d else R for d in (*each, values))
+            extra.append(AxisStrategy((Partial(), *places), (Partial(),), name))
     return naming.build(
         [tuple(x), *each, values],
         [tuple(x)],

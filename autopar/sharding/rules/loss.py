@@ -59,9 +59,7 @@ def _backward(call: OpCall) -> OpSignature:
     naming = Naming()
     scores, targets, weights = _class_dims(naming, call.result_shape(), call.shape(1))
     at = scores.index(weights[0]) if weights[0] else 0
-    extra = AxisStrategy(
-        tuple(R for _ in call.operands), (Shard(at),), "c", "nll_loss_backward"
-    )
+    extra = AxisStrategy(tuple(R for _ in call.operands), (Shard(at),), "c", "nll_loss_backward")
     return naming.build(
         [targets if call.shape(0) else (), targets, *(weights for _ in call.operands[2:])],
         [scores],

@@ -8,7 +8,9 @@ from autopar.sharding.rules.call import Naming, OpCall, Rule
 from autopar.sharding.signature import Dims, OpSignature
 
 
-def _spatial(call: OpCall, count: int, *, linear: bool, shape_arg: int | None = None) -> OpSignature:
+def _spatial(
+    call: OpCall, count: int, *, linear: bool, shape_arg: int | None = None
+) -> OpSignature:
     """All tensors share their outer dims; the last ``count`` dims of each are whole.
 
     Args:
@@ -23,9 +25,7 @@ def _spatial(call: OpCall, count: int, *, linear: bool, shape_arg: int | None = 
         found: list[Dims | None] = []
         for number, shape in enumerate(shapes):
             outer = len(shape) - count
-            inner = naming.dims(
-                shape[outer:], prefix=f"{prefix}{number}_", whole=range(len(shape))
-            )
+            inner = naming.dims(shape[outer:], prefix=f"{prefix}{number}_", whole=range(len(shape)))
             found.append((*naming.dims(shape[:outer]), *inner))
         return found
 

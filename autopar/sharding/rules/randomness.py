@@ -20,9 +20,7 @@ def _dropout(call: OpCall) -> OpSignature:
     dims = naming.dims(shape, whole=range(len(shape)))
     others: tuple[Placement, ...] = tuple(R for _ in call.operands[1:])
     extra = [
-        AxisStrategy(
-            (Shard(i), *others), (Shard(i),) * len(call.results), f"d{i}", "dropout"
-        )
+        AxisStrategy((Shard(i), *others), (Shard(i),) * len(call.results), f"d{i}", "dropout")
         for i, names in enumerate(dims)
         if names
     ]
@@ -44,7 +42,9 @@ def _random(call: OpCall) -> OpSignature:
     dims = naming.dims(shape, whole=range(len(shape)))
     inputs: tuple[Placement, ...] = tuple(R for _ in call.operands)
     extra = [
-        AxisStrategy(inputs, (Shard(i),), f"d{i}", "random") for i, names in enumerate(dims) if names
+        AxisStrategy(inputs, (Shard(i),), f"d{i}", "random")
+        for i, names in enumerate(dims)
+        if names
     ]
     return naming.build([() for _ in inputs], [dims], extra=extra, padded=naming.sizes)
 

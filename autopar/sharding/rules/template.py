@@ -83,9 +83,7 @@ class Template:
     def _sizes(self, call: OpCall, naming: Naming) -> None:
         """Size every factor: from dims of one factor first, then from merged dims."""
         pairs: list[tuple[tuple[str, ...], int]] = []
-        tensors = zip(
-            (*self.inputs, *self.outputs), (*call.operands, *call.results), strict=True
-        )
+        tensors = zip((*self.inputs, *self.outputs), (*call.operands, *call.results), strict=True)
         for pattern, meta in tensors:
             if pattern is None or meta is None:
                 continue
@@ -118,9 +116,7 @@ class Template:
         return tuple(tuple(n for n in names if n in naming.sizes) for names in pattern)
 
 
-def template(
-    text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = ""
-) -> Template:
+def template(text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = "") -> Template:
     """Parse the string form of a rule.
 
     Args:
@@ -148,14 +144,17 @@ def template(
     for name in sorted(summed - named_in):
         raise _malformed(text, f"{name!r} is summed but no operand has it")
     in_all = [
-        n for n in sorted(summed) if all(p is None or n in {m for d in p for m in d} for p in outputs)
+        n
+        for n in sorted(summed)
+        if all(p is None or n in {m for d in p for m in d} for p in outputs)
     ]
     if in_all:
         raise _malformed(text, f"{in_all[0]!r} is marked '+' but every result has it")
     lost = {
         n
         for n in named_in - summed
-        if marks.get(n) != "!" and any(p is not None and all(n not in d for d in p) for p in outputs)
+        if marks.get(n) != "!"
+        and any(p is not None and all(n not in d for d in p) for p in outputs)
     }
     if lost:
         raise _malformed(
@@ -210,6 +209,4 @@ def _factors(text: str, dim: str, marks: dict[str, str]) -> tuple[str, ...]:
 
 
 def _malformed(text: str, why: str) -> ShardingError:
-    return ShardingError(
-        f"rule {text!r}: {why}; write it like '(b, s, k+), (k+, n) -> (b, s, n)'"
-    )
+    return ShardingError(f"rule {text!r}: {why}; write it like '(b, s, k+), (k+, n) -> (b, s, n)'")

@@ -13,7 +13,6 @@ from autopar.sharding.rules.call import Naming, OpCall, Rule, normal_dim
 from autopar.sharding.signature import Dims, OpSignature
 
 
-
 def factorise(before: Sequence[int], after: Sequence[int], naming: Naming) -> tuple[Dims, Dims]:
     """Factors that explain a view from shape ``before`` to shape ``after``.
 
@@ -346,7 +345,6 @@ def _moved_dims(call: OpCall) -> OpSignature:
         linear=call.linear_positions((0,)),
         padded=naming.sizes.keys() - naming.whole,
     )
-
 
 
 RULES: Mapping[str, Rule] = {

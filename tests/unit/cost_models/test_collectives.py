@@ -118,9 +118,7 @@ def test_kinds_are_named_as_the_operators():
 
 def test_a_negative_payload_is_refused():
     with pytest.raises(ConfigError, match="payload is -1 bytes, must be at least 0"):
-        collective_time_s(
-            CollectiveKind.ALL_REDUCE, -1, links=CLUSTER.links_for((0, 1)), link=LINK
-        )
+        collective_time_s(CollectiveKind.ALL_REDUCE, -1, links=CLUSTER.links_for((0, 1)), link=LINK)
 
 
 def test_groups_of_the_axes():

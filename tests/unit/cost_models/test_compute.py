@@ -22,9 +22,7 @@ PLAIN = Device(
     memory_bytes=10**9,
     memory_bandwidth_bytes_per_s=1e9,
     launch_overhead_s=1e-6,
-    curve=EfficiencyCurve(
-        matmul_fraction=0.5, memory_fraction=0.5, tile=1, half_tiles=0, half_k=0
-    ),
+    curve=EfficiencyCurve(matmul_fraction=0.5, memory_fraction=0.5, tile=1, half_tiles=0, half_k=0),
     source="made up",
 )
 
@@ -148,7 +146,9 @@ def test_views_are_free(op):
 
 def test_integers_among_the_operands_weigh_nothing():
     x = meta(4, 4)
-    assert work_of("local.shard", (Ref("x"), 0, Ref("c"), 2), [x, None], meta(2, 4)).moved_bytes == 64
+    assert (
+        work_of("local.shard", (Ref("x"), 0, Ref("c"), 2), [x, None], meta(2, 4)).moved_bytes == 64
+    )
 
 
 @pytest.mark.parametrize(

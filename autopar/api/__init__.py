@@ -1,0 +1,8 @@
+"""The public calls: :func:`compile`, :func:`plan` and :func:`verify`."""
+
+from __future__ import annotations
+
+from autopar.api.compiling import compile, plan
+from autopar.api.verifying import VerifyReport, verify
+
+__all__ = ["VerifyReport", "compile", "plan", "verify"]

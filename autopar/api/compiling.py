@@ -1,0 +1,309 @@
+"""``autopar.compile``: capture, plan, and, where the job runs, emit and move in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.api.environment import find_place, is_launched, job_watch, launch_command, world_size
+from autopar.api.options import UserConstraints, as_call
+from autopar.api.planning import agree_on_plan
+from autopar.capture.calls import ModelCall, bind_call
+from autopar.capture.tracing import Captured, capture
+from autopar.cluster import Cluster, parse_devices
+from autopar.errors import ConfigError
+from autopar.plan.io import load_plan
+from autopar.plan.types import Plan
+from autopar.report.text import render_plan
+from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
+from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.session import LOSS_BATCH, RunOptions, Session
+from autopar.runtime.start import check_launch, check_model, start_session
+from cost_models.local import local_cluster
+
+M = TypeVar("M", bound=torch.nn.Module)
+Devices = int | str | Path | Cluster
+LossFunction = Callable[[object, object], torch.Tensor]
+_BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """One call of :func:`compile`, understood."""
+
+    cluster: Cluster
+    constraints: UserConstraints
+    plan: Plan | None
+    loss: LossFunction | None
+    optimizer: str
+    on_unknown: str
+    time_limit_s: float | None
+    run: RunOptions
+    given: Mapping[str, torch.Tensor] | None
+
+
+def compile(  # noqa: A001  # the verb of the product
+    model: M,
+    devices: Devices | None = None,
+    inputs: object = None,
+    *,
+    args: Sequence[object] | None = None,
+    plan: Plan | str | Path | None = None,
+    loss: LossFunction | None = None,
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    outputs: Sequence[str] = (),
+    seed: int = 0,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    virtual: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    zero: int | None = None,
+    recompute: str | Mapping[str, str] | None = None,
+    placements: Mapping[str, str] | None = None,
+    stages: Sequence[str] = (),
+    sequence_parallel: bool | None = None,
+    microbatch_statistics: bool = False,
+    on_unknown: str = "replicate",
+    time_limit_s: float | None = None,
+) -> M:
+    """Plan one training step of ``model`` on ``devices``, and run it that way.
+
+    In a plain process with more than one device it plans and stops: the result has ``.plan`` and
+    ``.report()``, and calling it says how to launch. Under ``torchrun`` every rank calls it; rank 0
+    plans, all ranks run.
+
+    Args:
+        model: Any module; the same object comes back, its class extended, its parameters replaced
+            by this rank's shards. May be on the meta device: weights are then drawn by the model's
+            own initialisers, each under ``seed`` and its name.
+        devices: A count (of what this machine has), ``"4x8:h100-sxm"``, a cluster or the path of a
+            cluster file. Left out: the ranks of the launch, or one.
+        inputs: One global batch, exactly as the model is called: a dict for keyword arguments, a
+            tuple for positional ones, a tensor alone. Left out, the first call is captured.
+        args: Positional arguments beside a dict in ``inputs``.
+        plan: A plan made earlier, or the path of one; nothing is searched then.
+        loss: ``loss(output, batch)``, a scalar, for models that do not return their loss. The call
+            then gives the loss. An entry ``batch`` of ``inputs`` is what it gets as second
+            argument, else the arguments of the call.
+        memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
+        optimizer: Kind of optimizer whose state is priced.
+        outputs: Paths of outputs, beside the loss, that training returns whole.
+        seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
+        state_dict: Whole tensors by name in the place of the model's own; may load lazily.
+        dp: Ranks that split the batch.
+        tp: Ranks that split operators.
+        pp: Pipeline ranks.
+        virtual: Stages per pipeline rank.
+        num_microbatches: Micro-batches per step.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
+        zero: ZeRO level, 0 to 3.
+        recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
+        placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``.
+        stages: First module of stages 1, 2, ...
+        sequence_parallel: True forces, False forbids it.
+        microbatch_statistics: Take batch statistics per micro-batch: another function of the
+            batch, as gradient accumulation on one device.
+        on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
+        time_limit_s: Wall-clock guard of the search.
+
+    Raises:
+        ConfigError: An argument is wrong, the launch does not fit, the plan is another model's.
+        CaptureError: The model can't be captured.
+        InfeasibleError: No plan fits the memory.
+    """
+    if is_compiled(model):
+        raise ConfigError(
+            f"this {type(model).__name__} is compiled already; build a new one to compile it again"
+        )
+    given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
+    order = _Order(
+        cluster=_cluster(devices, given_plan, memory_limit),
+        constraints=UserConstraints(
+            dp=dp, tp=tp, pp=pp, virtual=virtual, num_microbatches=num_microbatches,
+            schedule=schedule, zero=zero, recompute=recompute, placements=placements or {},
+            stages=stages, sequence_parallel=sequence_parallel,
+            microbatch_statistics=microbatch_statistics,
+        ),
+        plan=given_plan,
+        loss=loss,
+        optimizer=optimizer,
+        on_unknown=on_unknown,
+        time_limit_s=time_limit_s,
+        run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
+        given=state_dict,
+    )  # fmt: skip
+    order.constraints.for_solver()  # a wrong word is refused before anything is captured
+    guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
+    takes_batch = _BATCH in inputs if isinstance(inputs, Mapping) else inputs is None
+    state = CompiledState(
+        launch=lambda owner, call: _launch_lazily(owner, call, order, state),
+        guard=guard,
+        has_loss=loss is not None,
+        takes_batch=takes_batch and loss is not None,
+        report=render_plan,
+    )
+    if inputs is not None or args is not None:
+        call, _ = bind(model, state, *as_call(inputs, args))
+        captured = _capture(model, call, order)
+        if guard is None:
+            state.plan = _make_plan(captured, order)
+        else:
+            state.session = _launch(model, call, captured, order, guard)
+            state.plan = state.session.plan
+    extend(model, state)
+    return model
+
+
+def plan(
+    model: torch.nn.Module,
+    devices: Devices,
+    inputs: object,
+    *,
+    args: Sequence[object] | None = None,
+    loss: LossFunction | None = None,
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    constraints: UserConstraints | None = None,
+    on_unknown: str = "replicate",
+    time_limit_s: float | None = None,
+) -> Plan:
+    """The plan that :func:`compile` would make; the model is left as it is.
+
+    Args:
+        model: Any module, also on the meta device.
+        devices: As in :func:`compile`.
+        inputs: One global batch.
+        args: Positional arguments beside a dict in ``inputs``.
+        loss: As in :func:`compile`.
+        memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
+        optimizer: Kind of optimizer whose state is priced.
+        constraints: Decisions that are taken already.
+        on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
+        time_limit_s: Wall-clock guard of the search.
+    """
+    order = _Order(
+        cluster=_cluster(devices, None, memory_limit),
+        constraints=constraints or UserConstraints(),
+        plan=None,
+        loss=loss,
+        optimizer=optimizer,
+        on_unknown=on_unknown,
+        time_limit_s=time_limit_s,
+        run=RunOptions(loss=loss),
+        given=None,
+    )
+    return _make_plan(capture_call(model, inputs, args, loss)[1], order)
+
+
+def capture_call(
+    model: torch.nn.Module,
+    inputs: object,
+    args: Sequence[object] | None,
+    loss: LossFunction | None,
+) -> tuple[ModelCall, Captured]:
+    """The call that ``inputs`` stands for, and its program."""
+    positional, named = as_call(inputs, args)
+    batch = None
+    if loss is not None and _BATCH in named:
+        batch = named[_BATCH]
+        if _BATCH not in inspect.signature(model.forward).parameters:
+            del named[_BATCH]
+    call = bind_call(model, positional, named, batch=batch)
+    captured = capture(model, positional, named, loss=loss, batch=batch, train=_trains(model))
+    return call, captured
+
+
+def _trains(model: torch.nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+
+
+def _capture(model: torch.nn.Module, call: ModelCall, order: _Order) -> Captured:
+    return capture(
+        model,
+        call.args(),
+        call.kwargs(),
+        loss=order.loss,
+        batch=call.values.get(LOSS_BATCH),
+        train=_trains(model),
+    )
+
+
+def _runs_here(cluster: Cluster) -> bool:
+    """Whether this process computes, and does not only plan."""
+    return is_launched() or cluster.num_devices == 1
+
+
+def _cluster(
+    devices: Devices | None, plan: Plan | None, memory_limit: int | str | None
+) -> Cluster:
+    if devices is None:
+        devices = world_size() if plan is None or is_launched() else plan.num_devices
+    if isinstance(devices, int | str):
+        return parse_devices(devices, memory_limit=memory_limit, local=local_cluster())
+    return parse_devices(devices, memory_limit=memory_limit)
+
+
+def _make_plan(captured: Captured, order: _Order) -> Plan:
+    """The given plan if it is this program's, else the solver's answer."""
+    if order.plan is not None:
+        check_model(order.plan, captured)
+        return order.plan
+    from autopar.solver import solve  # not for a rank that is given its plan: ortools loads slowly
+
+    return solve(
+        captured.graph,
+        order.cluster,
+        order.constraints.for_solver(),
+        model_hash=captured.hash,
+        optimizer=order.optimizer,
+        on_unknown=order.on_unknown,
+        time_limit_s=order.time_limit_s,
+    )
+
+
+def _launch(
+    model: torch.nn.Module,
+    call: ModelCall,
+    captured: Captured,
+    order: _Order,
+    guard: OptimizerGuard,
+) -> Session:
+    """Agree on a plan and start running it."""
+    place = find_place(order.cluster, model)
+    count = order.cluster.num_devices if order.plan is None else order.plan.num_devices
+    check_launch(count, place)
+    watch = job_watch(dist.group.WORLD) if place.is_distributed else None
+    plan = agree_on_plan(lambda: _make_plan(captured, order), captured, place)
+    return start_session(
+        model, call, captured, plan,
+        options=order.run, place=place, guard=guard, given=order.given, watch=watch,
+    )  # fmt: skip
+
+
+def _launch_lazily(
+    model: torch.nn.Module, call: ModelCall, order: _Order, state: CompiledState
+) -> Session:
+    """The first call of a model compiled without inputs, or any call where it can't run."""
+    with uncompiled(model):
+        if state.guard is not None:
+            captured = _capture(model, call, order)
+            session = _launch(model, call, captured, order, state.guard)
+            state.plan = session.plan
+            return session
+        if state.plan is None:
+            state.plan = _make_plan(_capture(model, call, order), order)
+    raise ConfigError(
+        f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "
+        f"in a single process; start the script by\n  {launch_command(order.cluster)}\n"
+        "or compile it with devices=1 to run it here"
+    )

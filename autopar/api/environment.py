@@ -1,0 +1,92 @@
+"""Where this process stands: launched by ``torchrun`` or not, and on which device."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from autopar.cluster import Cluster, DeviceKind
+from autopar.errors import ConfigError
+from autopar.runtime.failure import FailFast, fail_fast
+from autopar.runtime.place import Place
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE")
+
+
+def is_launched() -> bool:
+    """Whether a launcher or the user set up a job of one or more ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return all(name in os.environ for name in _LAUNCH_VARIABLES)
+
+
+def world_size() -> int:
+    """Ranks of the job; 1 in a plain process."""
+    if not is_launched():
+        return 1
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def find_place(cluster: Cluster, model: torch.nn.Module) -> Place:
+    """This process, its process group set up if a launcher started it.
+
+    Args:
+        cluster: What is planned for; CPU devices mean gloo and CPU tensors.
+        model: In a plain process the place of its parameters counts.
+    """
+    is_cpu = all(m.device.kind is DeviceKind.CPU for m in cluster.machines)
+    if not is_launched():
+        first = next((p.device for p in model.parameters() if not p.is_meta), None)
+        if first is None:
+            first = torch.device("cpu" if is_cpu or not torch.cuda.is_available() else "cuda")
+        return Place(rank=0, world_size=1, device=first, is_launched=False)
+    device = torch.device("cpu")
+    if not is_cpu and torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise ConfigError(
+                f"LOCAL_RANK is {local}, this machine has {count} GPUs; start at most {count} "
+                "processes here, or plan for CPUs with devices='N:cpu'"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    return Place(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, is_launched=True
+    )
+
+
+def launch_command(cluster: Cluster) -> str:
+    """How to start this script on the planned devices."""
+    script = sys.argv[0] if sys.argv and sys.argv[0] else "train.py"
+    per_machine = {m.num_devices for m in cluster.machines}
+    count = len(cluster.machines)
+    if count == 1:
+        return f"torchrun --nproc-per-node {cluster.machines[0].num_devices} {script}"
+    if len(per_machine) > 1:
+        counts = ", ".join(str(m.num_devices) for m in cluster.machines)
+        return (
+            f"torchrun --nnodes {count} --nproc-per-node N --rdzv-backend c10d "
+            f"--rdzv-endpoint HOST:29500 {script}  (on every machine, N = {counts})"
+        )
+    return (
+        f"torchrun --nnodes {count} --nproc-per-node {per_machine.pop()} --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:29500 {script}  (on every machine)"
+    )
+
+
+@functools.cache
+def job_watch(group: object) -> FailFast:
+    """The watch over the job's ranks, one for each default process group.
+
+    Args:
+        group: The default process group; every rank must call at the same time.
+    """
+    del group  # the key of the cache
+    return fail_fast()
