@@ -152,6 +152,21 @@ def compiling_flag() -> Iterator[None]:
         compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def no_mkldnn() -> Iterator[None]:
+    """Keep operators that exist only in the CPU's oneDNN library (whole LSTMs) out of a trace."""
+    import torch
+
+    # torch.backends.mkldnn.flags sets TF32 as well, which warns on every use
+    binding: Any = torch._C
+    before = binding._get_mkldnn_enabled()
+    binding._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        binding._set_mkldnn_enabled(before)
+
+
 def annotate_next_nodes(*, scope: str | None = None, source: str | None = None) -> None:
     """Set the module path or source line that fx nodes created from now on carry."""
     import torch

@@ -75,6 +75,9 @@ VIEW_OPS = frozenset(
     }
 )
 
+# Arithmetic on integers, done on the host.
+INTEGER_OPS = frozenset({"local.start", "local.plus"})
+
 # Operators that only make their result.
 CREATION_OPS = frozenset(
     {
@@ -94,6 +97,7 @@ LOOKUP_OPS = frozenset(
         "aten.gather.default",
         "aten.index.Tensor",
         "aten.take_along_dim.default",
+        "autopar.nll_loss_sum",
         "local.shard",
     }
 )
@@ -138,7 +142,7 @@ def work_of(op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: M
     >>> work.flops, work.moved_bytes
     (128.0, 224.0)
     """
-    if op in VIEW_OPS or op.startswith("comm."):
+    if op in VIEW_OPS or op in INTEGER_OPS or op.startswith("comm."):
         return FREE
     bound = _bind(args, operands)
     if op.startswith("autopar.attention"):

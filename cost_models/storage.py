@@ -4,6 +4,9 @@ A view costs nothing and keeps its base alive. Whether ``reshape`` is a view dep
 they are followed through the program as torch computes them: inputs are taken to be contiguous,
 results of matmuls and the like too, and an element-wise operator keeps the order of dims of its
 first operand of the same shape (torch's TensorIterator, for tensors that are dense).
+
+A block of the first dim (``local.shard``) is a view on ranks where it is not padded: where the dim
+does not divide evenly, both the view's base and the padded copy are counted.
 """
 
 from __future__ import annotations
@@ -133,6 +136,9 @@ class _Tracker:
     def visit(self, node: Node, metas: Mapping[str, Meta]) -> None:
         meta = node.meta
         source = node.args[0] if node.args else None
+        if node.op == "local.shard" and isinstance(source, Ref) and isinstance(meta, TensorMeta):
+            self.shard(node, source, metas[source.name], meta)
+            return
         if (
             node.op not in VIEW_OPS
             or not isinstance(source, Ref)
@@ -156,6 +162,19 @@ class _Tracker:
             self.allocate(node.name, meta)
         else:
             self.alias(node.name, base, strides)
+
+    def shard(self, node: Node, source: Ref, whole: Meta, block: TensorMeta) -> None:
+        """A block of a dim: contiguous, and a view if it already is and needs no padding."""
+        self.allocate(node.name, block)
+        dim, parts = node.args[1], node.args[3]
+        if not isinstance(whole, TensorMeta) or not isinstance(dim, int):
+            return
+        dim %= len(whole.shape)
+        is_dense = self.strides[source.name] == contiguous_strides(whole.shape)
+        if is_dense and all(size == 1 for size in whole.shape[:dim]):
+            is_even = isinstance(parts, int) and whole.shape[dim] % parts == 0
+            base = self.of[source.name]
+            self.of[node.name] = base if is_even else (node.name, *base)
 
     def _element_wise(self, node: Node, metas: Mapping[str, Meta]) -> Strides | None:
         meta = node.meta

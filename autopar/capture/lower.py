@@ -164,6 +164,8 @@ class _Lowering:
         elif (schema := operator_schema(fx_node.target)) is not None:
             op = _op_name(schema)
             args, kwargs = self._bind(fx_node, schema)
+            if op == "aten.as_strided.default":
+                op, args = "aten.view.default", _dense_view(fx_node, args)
         else:
             raise CaptureError(
                 f"the model uses {fx_node.target}, a call that is no torch operator "
@@ -250,6 +252,20 @@ class _Lowering:
             case "buffer_mutation" | "param_mutation":
                 return Output(OutputKind.MUTATION, self._user_name(role.target), ref)
         return None
+
+
+def _dense_view(fx_node: torch.fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+    """A read by strides as a view, where it is one; programs have no memory layout."""
+    source = fx_node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    before, after = source.meta["val"], fx_node.meta["val"]
+    dense = before.is_contiguous() and after.is_contiguous() and after.storage_offset() == 0
+    if not dense or before.numel() != after.numel():
+        raise CaptureError(
+            f"as_strided at {_source(fx_node) or 'an unknown line'} reads memory by strides; "
+            "use slicing, view, expand or unfold"
+        )
+    return args[:2]
 
 
 def _identifier(text: str) -> str:

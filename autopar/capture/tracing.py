@@ -27,7 +27,13 @@ from autopar.errors import AutoparError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
 from autopar.ir.verify import verify_graph
-from autopar.torch_compat import JointTrace, export_joint, fake_mode, state_tables
+from autopar.torch_compat import (
+    JointTrace,
+    export_joint,
+    fake_mode,
+    no_mkldnn,
+    state_tables,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -96,10 +102,12 @@ class _TracedCall(torch.nn.Module):
         self._loss = loss
         self._train = training
         self.result = _Result()
+        self.doing = ""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         by_path = dict(zip(self._paths, tensors, strict=True))
         call = self._call.with_tensors(lambda path, _: by_path[path])
+        self.doing = f"{type(self.model).__name__}.forward"
         output = self.model(*call.args(), **call.kwargs())
         structure, found = flatten(output, root="output")
         result = _Result(structure)
@@ -119,7 +127,9 @@ class _TracedCall(torch.nn.Module):
 
     def _find_loss(self, output: object, call: ModelCall, result: _Result) -> torch.Tensor | None:
         if self._loss is not None:
+            self.doing = "the function given as loss="
             loss = self._loss(output, call.batch())
+            self.doing = "the backward of the model"
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
                 raise ConfigError(f"loss= must return a scalar tensor, got {got}; reduce it")
@@ -129,6 +139,7 @@ class _TracedCall(torch.nn.Module):
                     "compute it from the model's output without detach()"
                 )
             return loss
+        self.doing = "the backward of the model"
         found = find_loss(output, training=self._train)
         if found is None:
             return None
@@ -230,8 +241,7 @@ def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     except AutoparError:
         raise
     except Exception as error:  # whatever the user's code raises becomes one clear error
-        what = f"{type(traced.model).__name__}.forward"
-        raise capture_error(error, entry_function="forward", what=what) from error
+        raise capture_error(error, entry_function="forward", what=traced.doing) from error
 
 
 def _roles(model: torch.nn.Module, call: ModelCall, result: _Result) -> Roles:
@@ -306,7 +316,7 @@ def _no_fast_paths() -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.backends.mkldnn.flags(enabled=False):
+        with no_mkldnn():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

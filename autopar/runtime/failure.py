@@ -103,11 +103,12 @@ class FailFast:
             # the watch thread ends this process if it learns the cause meanwhile
             self._suspicion.set()
             time.sleep(SILENCE_S + 2 * POLL_S)
-        first = self._write(f"rank {self.rank} failed at {self.where}:\n{text}")
+        first = self._write(self.rank, f"rank {self.rank} failed at {self.where}:\n{text}")
         if first:
             self._wait_until_known(self.world_size - 1)
         else:
             time.sleep(4 * POLL_S)  # the watch thread prints the first error and exits
+        self._stop.set()
 
     def close(self) -> None:
         """Stop watching, at a normal end of the process."""
@@ -126,10 +127,10 @@ class FailFast:
             self._wait_for("farewell", self.world_size - 1, GOODBYE_S)
 
     # ---------------------------------------------------------------- telling
-    def _write(self, text: str) -> bool:
-        """Write the error unless another rank was first."""
+    def _write(self, origin: int, text: str) -> bool:
+        """Write the error of rank ``origin`` unless another rank was first."""
         with self._lock:
-            mine = f"{self.rank}\n{text}".encode()
+            mine = f"{self.rank} {origin}\n{text}".encode()
             try:
                 return self._store.compare_set("error", _NONE.decode(), mine.decode()) == mine
             except RuntimeError:  # the store is gone, and rank 0 with it
@@ -181,11 +182,12 @@ class FailFast:
                     self._end(0, "rank 0 is gone: it was killed, or its machine is lost")
                 continue
             if error != _NONE:
-                origin, _, text = error.decode().partition("\n")
-                if int(origin) == self.rank:
+                who, _, text = error.decode().partition("\n")
+                writer, origin = map(int, who.split())
+                if writer == self.rank:
                     continue  # this rank raises it itself
                 self._acknowledge()
-                self._end(int(origin), text)
+                self._end(origin, text)
             now_s = time.monotonic()
             for rank, beat, bye in zip(self._watched, signs[::2], signs[1::2], strict=True):
                 self._judge(rank, beat, bye != _NONE, beats, left, now_s)
@@ -213,7 +215,7 @@ class FailFast:
             )
 
     def _declare(self, rank: int, text: str) -> None:
-        if self._write(text):
+        if self._write(rank, text):
             self._wait_until_known(self.world_size - 2)  # the dead don't read
             self._end(rank, text)
         elif rank == 0:
@@ -229,6 +231,9 @@ class FailFast:
     def _acknowledge(self) -> None:
         with contextlib.suppress(RuntimeError), self._lock:
             self._store.add("known", 1)
+        if self.rank == 0:  # the store dies with this process: let the others read first
+            self._wait_until_known(self.world_size - 1)
+            time.sleep(POLL_S / 2)
 
     def _end(self, origin: int, text: str) -> None:
         """Print the first error and end this process, whatever its main thread does."""

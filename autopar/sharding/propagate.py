@@ -19,15 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from autopar.errors import ShardingError
-from autopar.ir.graph import Graph, InputKind, Meta, Node, OutputKind, TensorMeta
+from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
 from autopar.sharding.decisions import Choice
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
 from autopar.sharding.placement import P, Partial, Placement, R, Replicate, Shard, Varying
 from autopar.sharding.rules import MICROBATCH_STATISTICS
-from autopar.sharding.signature import AxisStrategy, Dims, OpSignature, axis_strategies, parts_by_factor
+from autopar.sharding.signature import (
+    AxisStrategy,
+    Dims,
+    OpSignature,
+    axis_strategies,
+    parts_by_factor,
+)
 
 Signatures = Mapping[str, OpSignature | None]
 _FORBIDDEN = float("inf")
@@ -116,72 +121,14 @@ def factor_places(node: Node, signature: OpSignature) -> dict[str, list[tuple[st
     return places
 
 
-def batch_dims(graph: Graph, signatures: Signatures, parts: int) -> dict[str, int]:
-    """Batch dim of every call argument (and tangent) that has one.
-
-    Args:
-        graph: The joint graph.
-        signatures: Named dims by operator.
-        parts: Blocks that the batch must divide into.
-
-    Raises:
-        ShardingError: No class of dims of the call arguments can be cut into ``parts``.
-    """
-    classes = dim_classes(graph, signatures)
-    data = [i for i in graph.inputs if i.kind in (InputKind.USER, InputKind.TANGENT)]
-    found: dict[tuple[str, int], dict[str, int]] = {}
-    for entry in data:
-        shape = entry.meta.shape if entry.meta else ()
-        for dim in range(len(shape)):
-            found.setdefault(classes.find((entry.name, dim)), {}).setdefault(entry.name, dim)
-    users = {i.name for i in data if i.kind is InputKind.USER}
-    sizes = graph.input_map()
-    best: tuple[float, dict[str, int]] | None = None
-    refused: list[str] = []
-    for root, dims in sorted(found.items()):
-        if not users & dims.keys():
-            continue
-        if any(_size(sizes[n].meta, d) % parts for n, d in dims.items()):
-            refused += [
-                f"{sizes[n].target!r} dim {d} of {_size(sizes[n].meta, d)}" for n, d in dims.items()
-            ]
-            continue
-        placements = {n: Shard(d) for n, d in dims.items()}
-        chooser = partial(_is_batch, classes=classes, root=root)
-        trial = propagate(graph, signatures, "dp", parts, placements, chooser)
-        score = 4 * trial.moved_bytes + trial.unsplit_bytes
-        if best is None or score < best[0]:
-            best = (score, dims)
-    if best is None:
-        raise ShardingError(
-            f"no dim of the call arguments can be cut into {parts} parts "
-            f"({', '.join(refused) or 'there are none'}); "
-            f"use a batch that {parts} divides, or fewer parts"
-        )
-    return best[1]
-
-
-def _size(meta: TensorMeta | None, dim: int) -> int:
-    return meta.shape[dim] if meta else 0
-
-
-def _is_batch(
-    node: Node, signature: OpSignature, factor: str, *, classes: _Classes, root: tuple[str, int]
-) -> bool:
-    places = factor_places(node, signature).get(factor, [])
-    return any(classes.find(p) == root for p in places)
-
-
 @dataclass(slots=True)
 class _State:
     """Progress of one propagation."""
 
     axis: str
     size: int
-    metas: Mapping[str, Meta]
     place: dict[str, Placement] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
-    argument_only: set[str] = field(default_factory=set)
     prologue: set[str] = field(default_factory=set)
     moved_bytes: float = 0.0
     unsplit_bytes: float = 0.0
@@ -202,131 +149,247 @@ def argument_only_values(graph: Graph) -> set[str]:
     return known
 
 
-def propagate(
-    graph: Graph,
-    signatures: Signatures,
-    axis: str,
-    size: int,
-    placements: Mapping[str, Placement],
-    is_batch: partial[bool],
-    *,
-    divide: Mapping[str, Mapping[str, int]] | None = None,
-    microbatch_statistics: bool = False,
-) -> AxisChoices:
-    """Follow the inputs' placements through the graph.
+Parts = tuple[tuple[str, int], ...]
+_Root = tuple[str, int]
+
+
+class DataAxes:
+    """Splits over the data axes of one graph; what does not depend on the sizes is found once.
 
     Args:
         graph: The joint graph.
         signatures: Named dims by operator.
-        axis: ``"mb"`` or ``"dp"``.
-        size: Parts along the axis.
-        placements: Placement of the inputs that are not replicated.
-        is_batch: ``is_batch(node, signature, factor)``: whether a factor is of the batch class.
-        divide: Operator -> factor -> parts that other axes already cut it into.
-        microbatch_statistics: Allow batch statistics per micro-batch.
-
-    Raises:
-        ShardingError: On ``mb``, an operator mixes samples of different micro-batches.
     """
-    state = _State(axis, size, graph.metas())
-    if axis == "mb":
-        state.argument_only = argument_only_values(graph)
-    for entry in graph.inputs:
-        state.place[entry.name] = placements.get(entry.name, R)
-    state.choices.update({n: p for n, p in placements.items() if p != R})
-    for node in graph.nodes:
-        if node.op == "getitem":
-            state.place[node.name] = state.place[source_of(node)]
-            continue
-        signature = signatures.get(node.name)
-        options = _options(node, signature, state, (divide or {}).get(node.name))
-        if not microbatch_statistics:
-            options = [s for s in options if s.factor != MICROBATCH_STATISTICS]
-        _choose(node, signature, options, state, is_batch)
-    return AxisChoices(
-        state.choices, frozenset(state.prologue), state.moved_bytes, state.unsplit_bytes
-    )
 
+    def __init__(self, graph: Graph, signatures: Signatures) -> None:
+        self._graph, self._signatures = graph, signatures
+        self._metas = graph.metas()
+        self._refs = {n.name: n.refs() for n in graph.nodes}
+        self._argument_only = argument_only_values(graph)
+        self._classes = dim_classes(graph, signatures)
+        self._strategies: dict[tuple[int, int, Parts, str], tuple[AxisStrategy, ...]] = {}
+        self._batch_factors: dict[str, frozenset[str]] = {}
+        self._batch: dict[str, int] | None = None
 
-def _options(
-    node: Node, signature: OpSignature | None, state: _State, divide: Mapping[str, int] | None
-) -> list[AxisStrategy]:
-    if signature is None:
-        count = len(node.refs())
-        return [AxisStrategy((R,) * count, (R,) * len(node.metas()))]
-    options = axis_strategies(signature, state.size, divide=dict(divide or {}))
-    if state.axis != "mb":
-        return [s for s in options if s.factor != MICROBATCH_STATISTICS]
-    return [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
+    # -- the batch -------------------------------------------------------------------------------
+    def batch_dims(self, parts: int) -> dict[str, int]:
+        """Batch dim of every call argument (and tangent) that has one, by input name.
 
+        Args:
+            parts: Blocks that the batch must divide into.
 
-def _choose(
-    node: Node,
-    signature: OpSignature | None,
-    options: Sequence[AxisStrategy],
-    state: _State,
-    is_batch: partial[bool],
-) -> None:
-    refs = node.refs()
-    metas = state.metas
-
-    def price(strategy: AxisStrategy) -> tuple[float, int, int]:
-        moved = sum(
-            _move_bytes(state, ref, want, metas.get(ref))
-            for ref, want in dict.fromkeys(zip(refs, strategy.inputs, strict=True))
-        )
-        batch = bool(
-            signature is not None
-            and strategy.factor
-            and (
-                strategy.factor == MICROBATCH_STATISTICS
-                or is_batch(node, signature, strategy.factor)
+        Raises:
+            ShardingError: The batch can't be cut into ``parts``, or there is none.
+        """
+        if self._batch is None:
+            self._batch = self._find_batch()
+        inputs = self._graph.input_map()
+        sizes = {n: _size(inputs[n].meta, d) for n, d in self._batch.items()}
+        if not sizes or any(size % parts for size in sizes.values()):
+            found = ", ".join(
+                f"{inputs[n].target!r} has {size} in dim {self._batch[n]}"
+                for n, size in sizes.items()
             )
-        )
-        pending = sum(isinstance(p, Partial) for p in strategy.outputs)
-        return moved, 0 if batch else 1, pending if strategy.is_replicated or batch else pending + 1
+            raise ShardingError(
+                f"the batch can't be cut into {parts} equal parts "
+                f"({found or 'no call argument has a batch dim'}); "
+                f"use a batch that {parts} divides, or fewer micro-batches and data ranks"
+            )
+        return dict(self._batch)
 
-    best = min(options, key=price)
-    cost = price(best)[0]
-    if cost == _FORBIDDEN:
-        raise ShardingError(_mixing_text(node, state))
-    for ref, want in zip(refs, best.inputs, strict=True):
+    def _find_batch(self) -> dict[str, int]:
+        inputs = self._graph.input_map()
+        data = [i for i in self._graph.inputs if i.kind in (InputKind.USER, InputKind.TANGENT)]
+        found: dict[_Root, dict[str, int]] = {}
+        for entry in data:
+            for dim in range(len(entry.meta.shape) if entry.meta else 0):
+                root = self._classes.find((entry.name, dim))
+                found.setdefault(root, {}).setdefault(entry.name, dim)
+        best: tuple[float, dict[str, int], _Root] | None = None
+        for root, dims in sorted(found.items()):
+            sizes = {_size(inputs[n].meta, d) for n, d in dims.items()}
+            users = any(inputs[n].kind is InputKind.USER for n in dims)
+            parts = min(map(_smallest_factor, sizes))
+            if not users or parts == 1 or any(size % parts for size in sizes):
+                continue
+            self._set_batch(root)
+            trial = self._propagate("dp", parts, {n: Shard(d) for n, d in dims.items()}, {})
+            score = 4 * trial.moved_bytes + trial.unsplit_bytes
+            if best is None or score < best[0]:
+                best = (score, dims, root)
+        if best is None:
+            return {}
+        self._set_batch(best[2])
+        return best[1]
+
+    def _set_batch(self, root: _Root) -> None:
+        """Note which factors of every operator are of the batch class."""
+        self._batch_factors = {}
+        for node in self._graph.nodes:
+            signature = self._signatures.get(node.name)
+            if signature is None or node.op == "getitem":
+                continue
+            factors = frozenset(
+                factor
+                for factor, places in factor_places(node, signature).items()
+                if self._classes.find(places[0]) == root
+            )
+            if factors:
+                self._batch_factors[node.name] = factors
+
+    # -- propagation -----------------------------------------------------------------------------
+    def split(
+        self, *, num_microbatches: int, dp: int, microbatch_statistics: bool = False
+    ) -> DataSplits:
+        """Splits over ``mb`` and ``dp``.
+
+        Raises:
+            ShardingError: The batch can't be cut, or samples of different micro-batches mix.
+        """
+        none = AxisChoices({})
+        if num_microbatches * dp == 1:
+            return DataSplits(none, none)
+        dims = self.batch_dims(num_microbatches * dp)
+        placements: dict[str, Placement] = {n: Shard(d) for n, d in dims.items()}
+        mb = none
+        if num_microbatches > 1:
+            mb = self._propagate(
+                "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
+            )
+            _check_results(self._graph, mb, num_microbatches)
+        if dp == 1:
+            return DataSplits(mb, none)
+        divide = {}
+        for name, strategy in mb.choices.items():
+            signature = self._signatures.get(name)
+            if isinstance(strategy, AxisStrategy) and signature is not None:
+                divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
+        return DataSplits(mb, self._propagate("dp", dp, placements, divide))
+
+    def _propagate(
+        self,
+        axis: str,
+        size: int,
+        placements: Mapping[str, Placement],
+        divide: Mapping[str, Mapping[str, int]],
+        *,
+        statistics: bool = False,
+    ) -> AxisChoices:
+        """Follow the inputs' placements through the graph.
+
+        Args:
+            axis: ``"mb"`` or ``"dp"``.
+            size: Parts along the axis.
+            placements: Placement of the inputs that are not replicated.
+            divide: Operator -> factor -> parts that other axes already cut it into.
+            statistics: Allow batch statistics per micro-batch.
+        """
+        state = _State(axis, size)
+        state.place = {i.name: placements.get(i.name, R) for i in self._graph.inputs}
+        state.choices.update(placements)
+        for node in self._graph.nodes:
+            if node.op == "getitem":
+                state.place[node.name] = state.place[source_of(node)]
+                continue
+            options = self._options(node, state, divide.get(node.name, {}))
+            if not statistics:
+                options = tuple(s for s in options if s.factor != MICROBATCH_STATISTICS)
+            self._choose(node, options, state)
+        return AxisChoices(
+            state.choices, frozenset(state.prologue), state.moved_bytes, state.unsplit_bytes
+        )
+
+    def _options(
+        self, node: Node, state: _State, divide: Mapping[str, int]
+    ) -> tuple[AxisStrategy, ...]:
+        signature = self._signatures.get(node.name)
+        if signature is None:
+            count = len(self._refs[node.name])
+            return (AxisStrategy((R,) * count, (R,) * len(node.metas())),)
+        key = (id(signature), state.size, tuple(divide.items()), state.axis)
+        if key not in self._strategies:
+            options = axis_strategies(signature, state.size, divide=dict(divide))
+            if state.axis == "mb":
+                kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
+            else:
+                kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
+            self._strategies[key] = tuple(kept)
+        return self._strategies[key]
+
+    def _choose(self, node: Node, options: Sequence[AxisStrategy], state: _State) -> None:
+        refs = self._refs[node.name]
+        batch_factors = self._batch_factors.get(node.name, frozenset())
+        best: AxisStrategy | None = None
+        best_price = (_FORBIDDEN, 0, 0)
+        for strategy in options:
+            moved = 0.0
+            seen: set[tuple[str, Placement]] = set()
+            for ref, want in zip(refs, strategy.inputs, strict=True):
+                if state.place[ref] != want and (ref, want) not in seen:
+                    seen.add((ref, want))
+                    moved += self._move_bytes(state, ref, want)
+            if moved > best_price[0]:
+                continue
+            batch = strategy.factor in batch_factors or strategy.factor == MICROBATCH_STATISTICS
+            pending = sum(isinstance(p, Partial) for p in strategy.outputs)
+            price = (
+                moved,
+                0 if batch else 1,
+                pending if batch or strategy.is_replicated else pending + 1,
+            )
+            if price < best_price:
+                best, best_price = strategy, price
+        if best is None:
+            raise ShardingError(_mixing_text(node, state))
+        for ref, want in zip(refs, best.inputs, strict=True):
+            have = state.place[ref]
+            if state.axis == "mb" and have != want and not _is_free(have, want):
+                state.prologue.add(ref)
+        state.moved_bytes += best_price[0]
+        if not any(isinstance(p, Shard) for p in (*best.outputs, *best.inputs)):
+            state.unsplit_bytes += sum(m.bytes for m in node.metas() if m is not None)
+        for index, placement in enumerate(best.outputs):
+            state.place[result_name(node, index)] = placement
+        if isinstance(node.meta, tuple):
+            state.place[node.name] = R
+        if not best.is_replicated:
+            state.choices[node.name] = best
+
+    def _move_bytes(self, state: _State, ref: str, want: Placement) -> float:
         have = state.place[ref]
-        if state.axis == "mb" and have != want and not _is_free(have, want):
-            state.prologue.add(ref)
-    state.moved_bytes += cost
-    results = node.metas()
-    if not any(isinstance(p, Shard) for p in (*best.outputs, *best.inputs)):
-        state.unsplit_bytes += sum(m.bytes for m in results if m is not None)
-    for index, placement in enumerate(best.outputs):
-        state.place[result_name(node, index)] = placement
-    if isinstance(node.meta, tuple):
-        state.place[node.name] = R
-    if not best.is_replicated:
-        state.choices[node.name] = best
+        if _is_free(have, want):
+            return 0.0
+        if isinstance(have, Varying) or isinstance(want, Varying):
+            return _FORBIDDEN
+        if state.axis == "mb":
+            if ref in self._argument_only and isinstance(want, Replicate):
+                return 1e-3  # once per step; above zero so that a local way is preferred
+            return _FORBIDDEN
+        meta = self._metas[ref]
+        amount = float(meta.bytes) if isinstance(meta, TensorMeta) else 0.0
+        if isinstance(have, Partial):
+            return amount if isinstance(want, Shard) and have.op == "sum" else 2 * amount
+        if isinstance(want, Shard):
+            return amount / state.size
+        return amount if isinstance(want, Replicate) else 3 * amount
+
+
+def _size(meta: TensorMeta | None, dim: int) -> int:
+    return meta.shape[dim] if meta else 0
+
+
+def _smallest_factor(size: int) -> int:
+    """Smallest prime factor; 1 for sizes under two.
+
+    >>> [_smallest_factor(n) for n in (1, 8, 15, 7)]
+    [1, 2, 3, 7]
+    """
+    return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
 def _is_free(have: Placement, want: Placement) -> bool:
     """Whether the change needs no other rank."""
     return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying))
-
-
-def _move_bytes(state: _State, ref: str, want: Placement, meta: Meta) -> float:
-    have = state.place[ref]
-    if _is_free(have, want):
-        return 0.0
-    if isinstance(have, Varying) or isinstance(want, Varying):
-        return _FORBIDDEN
-    if state.axis == "mb":
-        if ref in state.argument_only and isinstance(want, Replicate):
-            return 1e-3  # once per step; above zero so that a local way is preferred
-        return _FORBIDDEN
-    amount = float(meta.bytes) if isinstance(meta, TensorMeta) else 0.0
-    if isinstance(have, Partial):
-        return amount if isinstance(want, Shard) and have.op == "sum" else 2 * amount
-    if isinstance(want, Shard):
-        return amount / state.size
-    return amount if isinstance(want, Replicate) else 3 * amount
 
 
 def _mixing_text(node: Node, state: _State) -> str:
@@ -360,41 +423,9 @@ def split_data_axes(
     dp: int,
     microbatch_statistics: bool = False,
 ) -> DataSplits:
-    """Splits over ``mb`` and ``dp`` that follow from the batch dim.
-
-    Raises:
-        ShardingError: The batch can't be cut, or samples of different micro-batches mix.
-    """
-    parts = num_microbatches * dp
-    none = AxisChoices({})
-    if parts == 1:
-        return DataSplits(none, none)
-    dims = batch_dims(graph, signatures, parts)
-    placements: dict[str, Placement] = {n: Shard(d) for n, d in dims.items()}
-    classes = dim_classes(graph, signatures)
-    root = classes.find(next(iter(dims.items())))
-    is_batch = partial(_is_batch, classes=classes, root=root)
-    mb = none
-    if num_microbatches > 1:
-        mb = propagate(
-            graph,
-            signatures,
-            "mb",
-            num_microbatches,
-            placements,
-            is_batch,
-            microbatch_statistics=microbatch_statistics,
-        )
-        _check_results(graph, mb, num_microbatches)
-    if dp == 1:
-        return DataSplits(mb, none)
-    divide = {}
-    for name, strategy in mb.choices.items():
-        signature = signatures.get(name)
-        if isinstance(strategy, AxisStrategy) and signature is not None:
-            divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
-    return DataSplits(
-        mb, propagate(graph, signatures, "dp", dp, placements, is_batch, divide=divide)
+    """:meth:`DataAxes.split` for one pair of sizes."""
+    return DataAxes(graph, signatures).split(
+        num_microbatches=num_microbatches, dp=dp, microbatch_statistics=microbatch_statistics
     )
 
 

@@ -58,6 +58,8 @@ class _Edits:
         self.graph = graph
         self.nodes = graph.node_map()
         self.users = graph.users()
+        self.metas = graph.metas()
+        self.is_output = {o.value.name for o in graph.outputs if o.value is not None}
         self.changed: dict[str, Node] = {}
         self.replaced: dict[str, str] = {}
 
@@ -129,7 +131,7 @@ def _fold_heads_of(edits: _Edits, forward: Node, backwards: list[Node]) -> None:
     originals = [_original(edits, forward.args[position]) for position in (K, V)]
     if any(original is None for original in originals):
         return
-    shapes = [edits.graph.metas()[o.name] for o in originals if o is not None]
+    shapes = [edits.metas[o.name] for o in originals if o is not None]
     heads = {meta.shape[1] for meta in shapes if isinstance(meta, TensorMeta)}
     if len(heads) != 1:
         return
@@ -179,7 +181,7 @@ def _original(edits: _Edits, value: Arg) -> Ref | None:
         return None
     if single.op != "aten.view.default" or not isinstance(single.args[0], Ref):
         return None
-    source = edits.graph.metas()[single.args[0].name]
+    source = edits.metas[single.args[0].name]
     assert isinstance(single.meta, TensorMeta)
     expected = (*sizes[:2], *sizes[3:])
     if not isinstance(source, TensorMeta) or source.shape != expected or single.meta.shape[2] != 1:
@@ -195,7 +197,7 @@ def _group_sums(edits: _Edits, gradient: Node, heads: int) -> list[Node] | None:
     batch, all_heads, rows, width = gradient.meta.shape
     grouped = (batch, heads, all_heads // heads, rows, width)
     sums: list[Node] = []
-    if any(o.value == Ref(gradient.name) for o in edits.graph.outputs):
+    if gradient.name in edits.is_output:
         return None
     for name in edits.users[gradient.name]:
         view = edits.nodes[name]
@@ -275,7 +277,7 @@ def _fixed_part(edits: _Edits, mask: Arg, free: Mapping[str, bool]) -> tuple[str
         return None
     if not isinstance(fixed, Ref) or not free[fixed.name] or not isinstance(bias, Ref):
         return None
-    metas = edits.graph.metas()
+    metas = edits.metas
     whole, part, rest = (metas[ref.name] for ref in (mask, fixed, bias))
     assert isinstance(whole, TensorMeta)
     assert isinstance(part, TensorMeta)

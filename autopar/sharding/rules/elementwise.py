@@ -40,7 +40,7 @@ _OTHER = (
     "bitwise_or.Scalar", "bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_left_shift.Tensor",
     "bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor",
     "bitwise_right_shift.Tensor_Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-    "prelu.default", "_prelu_kernel.default",
+    "_prelu_kernel.default",
 )  # fmt: skip
 """Further operators of aten, with their overload."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.ir.graph import Ref
-from autopar.sharding.placement import Partial, Placement, R, Shard
+from autopar.sharding.placement import Partial, R, Shard
 from autopar.sharding.rules.call import Naming, OpCall, Rule, normal_dim
 from autopar.sharding.signature import AxisStrategy, Dims, OpSignature
 

@@ -217,3 +217,29 @@ def test_strides_of_views_by_hand(shape, strides, sizes, expected):
 def test_strides_of_dense_tensors():
     assert contiguous_strides(()) == ()
     assert contiguous_strides((2, 3, 4)) == (12, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "parts", "rows", "timeline"),
+    [
+        # an even block of the first dim is a view of a, which stays for it
+        (0, 2, 5, (400, 400, 400)),
+        # an uneven one is a view on some ranks and a padded copy on others: both are counted
+        (0, 3, 4, (400, 560, 560)),
+        # a block of another dim is a copy, a goes
+        (1, 2, 10, (400, 600, 200)),
+    ],
+)
+def test_a_block_of_the_first_dim_may_be_a_view(dim, parts, rows, timeline):
+    block = TensorMeta((rows, 10 if dim == 0 else 5), F32)
+    one = TensorMeta((), F32)
+    graph = Graph(
+        (inp("x"), Input("coord_tp", InputKind.COORD, "tp", None)),
+        (
+            node("a", "aten.relu.default", "x"),
+            Node("s", "local.shard", (Ref("a"), dim, Ref("coord_tp"), parts), block),
+            node("l", "aten.sum.default", "s", meta=one),
+        ),
+        (out("l", OutputKind.SAVED),),
+    )
+    assert liveness(graph).timeline == timeline

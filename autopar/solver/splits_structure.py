@@ -1,0 +1,330 @@
+"""Who is decided together and who reads what: the part of a splits problem that no size changes.
+
+Operators of one node class with the same splits over ``mb`` and ``dp`` form a *group*; so do inputs,
+wanted outputs with the same layout (*sinks*), and the gradients of a tied parameter (*joins*). The
+same structure serves every size of the axes, as long as the same axes split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
+from autopar.sharding.decisions import Choice
+from autopar.sharding.placement import Placement, R, Replicate
+from autopar.sharding.signature import AxisStrategy
+from autopar.sharding.stages import VIEW_OPS, assign_stages, stage_demands
+from autopar.solver.blocks import BlockChain, value_keys
+from autopar.solver.splits_problem import Pass, Reader
+
+DataChoices = Mapping[str, Mapping[str, Choice]]
+
+
+class GroupKind(StrEnum):
+    """What a group's members are."""
+
+    INPUT = "input"
+    NODE = "node"
+    SINK = "sink"
+    JOIN = "join"
+
+
+@dataclass(slots=True)
+class Group:
+    """What is decided together.
+
+    Attributes:
+        kind: What the members are.
+        members: Their names.
+        in_body: Whether it runs once per micro-batch.
+        in_prologue: Whether it runs once per step.
+        from_prologue: Per operand, whether it comes from the prologue.
+        used: Results that somebody reads.
+        saved: Results that forward keeps for backward.
+        is_read: Whether some operator reads it.
+        mb: Placement over ``mb`` of a sink.
+        parts: (group, result) of what a join adds.
+    """
+
+    kind: GroupKind
+    members: list[str]
+    in_body: bool = True
+    in_prologue: bool = False
+    from_prologue: tuple[bool, ...] = ()
+    used: frozenset[int] = frozenset({0})
+    saved: frozenset[int] = frozenset()
+    is_read: bool = True
+    mb: Placement = R
+    parts: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlowShape:
+    """A class of values: producer, readers, how many, shape."""
+
+    group: int
+    result: int
+    count: int
+    readers: tuple[Reader, ...]
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitsStructure:
+    """Groups and flows of one graph under given data splits.
+
+    Attributes:
+        groups: In the order of the graph.
+        flows: Their values.
+        charges: (group, result, ``"loss"`` or ``"grad"``): results that cost something at the end.
+        metas: Global metas of values with one result.
+        nodes: Operators by name.
+        backward: Operators of the backward pass.
+        has_mb: Whether ``mb`` splits.
+    """
+
+    groups: tuple[Group, ...]
+    flows: tuple[FlowShape, ...]
+    charges: tuple[tuple[int, int, str], ...]
+    metas: Mapping[str, TensorMeta]
+    nodes: Mapping[str, Node]
+    backward: frozenset[str]
+    has_mb: bool
+
+
+def split_structure(
+    graph: Graph,
+    chain: BlockChain,
+    data: DataChoices,
+    *,
+    has_mb: bool,
+    fixed: Mapping[str, Placement] | None = None,
+    gather_outputs: frozenset[str] = frozenset(),
+) -> SplitsStructure:
+    """The structure of a graph.
+
+    Args:
+        graph: The joint graph.
+        chain: Its blocks.
+        data: Axis -> choices over ``mb`` and ``dp``.
+        has_mb: Whether ``mb`` splits.
+        fixed: Inputs whose placement is given: they are decided with their likes only.
+        gather_outputs: Outputs that are returned whole.
+    """
+    return _Maker(graph, chain, data, has_mb, fixed or {}, gather_outputs).make()
+
+
+@dataclass(slots=True)
+class _Maker:
+    graph: Graph
+    chain: BlockChain
+    data: DataChoices
+    has_mb: bool
+    fixed: Mapping[str, Placement]
+    gather_outputs: frozenset[str]
+    groups: list[Group] = field(default_factory=list)
+    group_of: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, list[Reader]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+    backward: frozenset[str] = frozenset()
+    _table: dict[Hashable, int] = field(default_factory=dict)
+
+    def make(self) -> SplitsStructure:
+        stage_map = assign_stages(self.graph, ())
+        self.backward = stage_map.backward
+        self.wanted = stage_demands(self.graph, stage_map, self.gather_outputs)[0].wanted
+        self.keys = value_keys(self.graph)
+        nodes = self.graph.node_map()
+        metas = {n: m for n, m in self.graph.metas().items() if isinstance(m, TensorMeta)}
+        body, prologue = self._runs()
+        self._inputs()
+        self._operators(body, prologue, self._saved(nodes))
+        charges = self._outputs()
+        return SplitsStructure(
+            groups=tuple(self.groups),
+            flows=self._flows(nodes, metas),
+            charges=charges,
+            metas=metas,
+            nodes=nodes,
+            backward=self.backward,
+            has_mb=self.has_mb,
+        )
+
+    def _add(self, key: Hashable, name: str, group: Group) -> int:
+        at = self._table.get(key)
+        if at is None:
+            at = self._table[key] = len(self.groups)
+            self.groups.append(group)
+        else:
+            self.groups[at].members.append(name)
+        self.group_of[name] = at
+        return at
+
+    def _data_key(self, name: str) -> tuple[Choice | None, ...]:
+        return tuple(self.data.get(a, {}).get(name) for a in ("mb", "dp"))
+
+    # -- what runs when ------------------------------------------------------------------------
+    def _mb(self, name: str) -> Placement:
+        base, _, index = self.keys.get(name, name).partition("#")
+        choice = self.data.get("mb", {}).get(base, R)
+        return choice.outputs[int(index or 0)] if isinstance(choice, AxisStrategy) else choice
+
+    def _cuts(self, node: Node) -> tuple[bool, ...]:
+        """Per operand, whether the micro-batch can't make it and the prologue has to."""
+        if not self.has_mb or node.op == "getitem":
+            return (False,) * len(node.refs())
+        choice = self.data.get("mb", {}).get(node.name)
+        cuts = []
+        for operand, ref in enumerate(node.refs()):
+            want = choice.inputs[operand] if isinstance(choice, AxisStrategy) else R
+            have = self._mb(ref)
+            cuts.append(have != want and not isinstance(have, Replicate))
+        return tuple(cuts)
+
+    def _runs(self) -> tuple[set[str], set[str]]:
+        """Operators of the forward and backward programs, and of the prologue."""
+        if not self.has_mb:
+            return self.wanted, set()
+        body = {o.value.name for o in self.graph.outputs if o.value and o.value.name in self.wanted}
+        prologue: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            if node.name not in self.wanted:
+                continue
+            cuts = self._cuts(node) if node.name in body else ()
+            for ref, cut in zip(node.refs(), cuts, strict=False):
+                (prologue if cut else body).add(ref)
+            if node.name in prologue:
+                prologue.update(node.refs())
+        return body, prologue
+
+    def _saved(self, nodes: Mapping[str, Node]) -> set[str]:
+        """Results that forward keeps for backward: what backward reads, views resolved."""
+        found: set[str] = set()
+        for node in self.graph.nodes:
+            if node.name not in self.backward or node.name not in self.wanted:
+                continue
+            for ref in node.refs():
+                name = ref
+                while name in nodes and nodes[name].op in VIEW_OPS and name not in self.keys:
+                    name = nodes[name].refs()[0]
+                if name in nodes and name not in self.backward:
+                    found.add(self.keys.get(name, name))
+        return found
+
+    # -- groups --------------------------------------------------------------------------------
+    def _inputs(self) -> None:
+        read = {r for n in self.graph.nodes if n.name in self.wanted for r in n.refs()}
+        for entry in self.graph.inputs:
+            key = (
+                self.chain.node_class[entry.name],
+                self._data_key(entry.name),
+                entry.kind,
+                self.fixed.get(entry.name),
+                entry.name in read,
+            )
+            group = Group(GroupKind.INPUT, [entry.name], is_read=entry.name in read)
+            self._add(key, entry.name, group)
+
+    def _operators(self, body: set[str], prologue: set[str], saved: set[str]) -> None:
+        used: dict[str, set[int]] = {}
+        for name, key in self.keys.items():
+            if name in self.wanted:
+                base, _, index = key.partition("#")
+                used.setdefault(base, set()).add(int(index))
+        rows = [n for n in self.graph.nodes if n.op != "getitem" and n.name in self.wanted]
+        for node in rows:
+            multiple = isinstance(node.meta, tuple)
+            kept = frozenset(
+                i
+                for i in range(len(node.metas()))
+                if (f"{node.name}#{i}" if multiple else node.name) in saved
+            )
+            group = Group(
+                GroupKind.NODE,
+                [node.name],
+                in_body=node.name in body,
+                in_prologue=node.name in prologue,
+                from_prologue=self._cuts(node),
+                used=frozenset(used.get(node.name, ())) if multiple else frozenset({0}),
+                saved=kept,
+            )
+            key = (
+                self.chain.node_class[node.name],
+                self._data_key(node.name),
+                (group.in_body, group.in_prologue, group.from_prologue),
+                (group.used, group.saved),
+            )
+            self._add(key, node.name, group)
+        for node in rows:
+            self._read(node, body, prologue)
+
+    def _read(self, node: Node, body: set[str], prologue: set[str]) -> None:
+        at, cuts = self.group_of[node.name], self._cuts(node)
+        when = Pass.BACKWARD if node.name in self.backward else Pass.FORWARD
+        for operand, ref in enumerate(node.refs()):
+            row = self.readers.setdefault(self.keys.get(ref, ref), [])
+            if node.name in body:
+                row.append(Reader(at, operand, Pass.PROLOGUE if cuts[operand] else when))
+            if node.name in prologue:
+                row.append(Reader(at, operand, Pass.PROLOGUE))
+
+    def _outputs(self) -> tuple[tuple[int, int, str], ...]:
+        """Readers for what leaves the graph, and what costs something at the end."""
+        owner = {i.target: i.name for i in self.graph.of_kind(InputKind.PARAM)}
+        grads: dict[str, list[str]] = {}
+        charges: dict[tuple[int, int, str], None] = {}
+        for output in self.graph.outputs:
+            if output.value is None:
+                continue
+            key = self.keys.get(output.value.name, output.value.name)
+            if output.kind is OutputKind.GRAD:
+                grads.setdefault(output.target, []).append(key)
+            elif output.kind is OutputKind.LOSS:
+                charges[*self._place(key), "loss"] = None
+            elif output.kind is OutputKind.MUTATION or output.target in self.gather_outputs:
+                mb = self._mb(output.value.name)
+                name = f"output {output.target}"
+                sink = self._add(("sink", mb), name, Group(GroupKind.SINK, [name], mb=mb))
+                self.readers.setdefault(key, []).append(Reader(sink, 0, Pass.FORWARD))
+        for target, keys in grads.items():
+            param = Reader(self.group_of[owner[target]], 0, Pass.STEP)
+            source = keys[0]
+            if len(keys) > 1:
+                source = f"join {owner[target]}"
+                parts = tuple(map(self._place, keys))
+                at = self._add(source, source, Group(GroupKind.JOIN, [source], parts=parts))
+                for operand, key in enumerate(keys):
+                    self.readers.setdefault(key, []).append(Reader(at, operand, Pass.BACKWARD))
+            else:
+                charges[*self._place(source), "grad"] = None
+            self.readers.setdefault(source, []).append(param)
+        return tuple(charges)
+
+    def _place(self, key: str) -> tuple[int, int]:
+        base, _, index = key.partition("#")
+        return self.group_of[base], int(index or 0)
+
+    def _flows(
+        self, nodes: Mapping[str, Node], metas: Mapping[str, TensorMeta]
+    ) -> tuple[FlowShape, ...]:
+        counts: dict[tuple[int, int, tuple[Reader, ...]], int] = {}
+        meta_of: dict[tuple[int, int], TensorMeta | None] = {}
+        for key, readers in self.readers.items():
+            place = self._place(key)
+            base, _, index = key.partition("#")
+            if key.startswith("join "):
+                meta_of[place] = metas.get(key.removeprefix("join "))
+            elif base in nodes:
+                meta_of[place] = nodes[base].metas()[int(index or 0)]
+            else:
+                meta_of[place] = metas.get(key)
+            row = tuple(sorted(readers, key=lambda r: (r.variable, r.operand, r.when)))
+            counts[*place, row] = counts.get((*place, row), 0) + 1
+        return tuple(
+            FlowShape(group, result, count, row, meta)
+            for (group, result, row), count in counts.items()
+            if (meta := meta_of[group, result]) is not None
+        )
