@@ -255,7 +255,8 @@ def _input_role(descriptor: Any) -> TracedInput:
         case d.PlainAOTInput():
             return TracedInput("user", index=descriptor.idx)
         case d.TangentAOTInput():
-            return TracedInput("tangent", index=descriptor.output.idx)
+            output: Any = descriptor.output
+            return TracedInput("tangent", index=output.idx)
     raise NotImplementedError(f"graph input of kind {type(descriptor).__name__}")
 
 

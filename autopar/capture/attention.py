@@ -59,7 +59,7 @@ def attention_forward(
     return _weighted(weights, v).to(q.dtype), lse
 
 
-def attention_gradients(
+def attention_gradients(  # noqa: PLR0913  one per tensor of the operator
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,8 +9,10 @@ of the module that is being called.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -19,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture import neutral  # noqa: F401  registers the operators
+from autopar.capture.rewrites.builder import broadcast
 from autopar.torch_compat import annotate_next_nodes
 
 _OWN_PACKAGES = (
@@ -47,13 +50,13 @@ class Interception(TorchFunctionMode):
     def __enter__(self) -> Interception:
         """Start to intercept."""
         functional.scaled_dot_product_attention = scaled_dot_product_attention
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Stop to intercept."""
         functional.scaled_dot_product_attention = self._original
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -95,18 +98,20 @@ def scaled_dot_product_attention(
     Leading dims other than (batch, heads) are folded into the batch. ``enable_gqa`` needs nothing:
     the neutral operator reads fewer key heads by itself.
     """
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = _shared_shape(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     shared_heads = query.dim() >= 3 and (enable_gqa or query.shape[-3] == key.shape[-3])
     if not shared_heads:  # heads broadcast, or there are none
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        lead = _shared_shape(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
         query, key, value = (x.unsqueeze(-3) for x in (query, key, value))
-        attn_mask = attn_mask.unsqueeze(-3) if attn_mask is not None and attn_mask.dim() > 2 else attn_mask
-    batch = lead.numel()
-    q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(batch, *x.shape[-3:]) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 2:
+            attn_mask = attn_mask.unsqueeze(-3)
+    batch = prod(lead)
+    q, k, v = (
+        x.expand(*lead, *x.shape[-3:]).reshape(batch, *x.shape[-3:]) for x in (query, key, value)
+    )
     if attn_mask is not None and attn_mask.dim() > 2 and len(lead) != 1:
-        mask_lead = attn_mask.shape[:-3]
-        if mask_lead.numel() > 1:
+        if prod(attn_mask.shape[:-3]) > 1:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:])
             attn_mask = attn_mask.reshape(batch, *attn_mask.shape[-3:])
         else:
@@ -114,11 +119,16 @@ def scaled_dot_product_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     sizes = [batch, q.shape[1], q.shape[2], k.shape[2]]
     # the random key and the operator's id are put in after tracing
+    out: torch.Tensor
     out, _ = torch.ops.autopar.attention(
         q, k, v, attn_mask, None, is_causal, 0, factor, dropout_p, 0, sizes, [0, 0, 0, 0]
     )
     out = out.reshape(*lead, *out.shape[1:])
     return out if shared_heads else out.squeeze(-3)
+
+
+def _shared_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    return functools.reduce(broadcast, map(tuple, shapes), ())
 
 
 @contextlib.contextmanager
@@ -143,5 +153,3 @@ def module_scopes(root: torch.nn.Module) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
-
-

@@ -118,7 +118,8 @@ class _Lowering:
             elif fx_node.op == "call_function":
                 self._operator(fx_node)
         outputs = self._outputs()
-        return Lowered(Graph(tuple(self.inputs.values()), tuple(self.nodes), outputs), self.constants)
+        graph = Graph(tuple(self.inputs.values()), tuple(self.nodes), outputs)
+        return Lowered(graph, self.constants)
 
     def _user_name(self, target: str) -> str:
         name = target.removeprefix(self.roles.prefix)
@@ -159,8 +160,9 @@ class _Lowering:
         self.values[fx_node] = Ref(name)
 
     def _operator(self, fx_node: torch.fx.Node) -> None:
+        kwargs: tuple[tuple[str, Arg], ...] = ()
         if fx_node.target is operator.getitem:
-            op, args, kwargs = "getitem", tuple(map(self._arg, fx_node.args)), ()
+            op, args = "getitem", tuple(map(self._arg, fx_node.args))
         elif (schema := operator_schema(fx_node.target)) is not None:
             op = _op_name(schema)
             args, kwargs = self._bind(fx_node, schema)

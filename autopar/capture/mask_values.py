@@ -6,10 +6,12 @@ are therefore evaluated on one copy along dims that are only repeated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 
+from autopar.capture.rewrites.builder import broadcast
 from autopar.capture.torch_ops import to_torch, torch_callable
 from autopar.ir.graph import Graph
 
@@ -76,7 +78,7 @@ def _evaluate(graph: Graph, wanted: set[str]) -> dict[str, torch.Tensor]:
 def _elementwise(op: str, args: list[object], kwargs: dict[str, object]) -> torch.Tensor:
     """The operator on one copy of dims that every operand only repeats."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    shape = functools.reduce(broadcast, (tuple(t.shape) for t in tensors), ())
     wide = [t.expand(shape) for t in tensors]
     repeated = [d for d in range(len(shape)) if all(w.stride(d) == 0 for w in wide)]
     slim = []
@@ -129,5 +131,3 @@ def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
     if bool((allowed | (mask < _BANNED_BELOW)).all()):
         return allowed
     return None
-
-

@@ -28,6 +28,7 @@ called directly, which is faster than through the dispatcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -37,7 +38,7 @@ from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def attention(
+def attention(  # noqa: PLR0913  the operator's schema
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -56,7 +57,7 @@ def attention(
     return attention_forward(q, k, v, mask, key, options)
 
 
-def attention_backward(
+def attention_backward(  # noqa: PLR0913  the operator's schema
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -286,21 +287,31 @@ def _batch_norm_backward_fake(
     return x.new_empty(x.shape), x.new_empty(size), x.new_empty(size)
 
 
+class _Context(Protocol):
+    """What torch hands from a forward to its backward, and our own field on it."""
+
+    saved_tensors: tuple[torch.Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
+    scalars: Sequence[object]
+
+    def save_for_backward(self, *tensors: object) -> None:
+        """Keep tensors."""
 
 
-def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...],
-                   output: tuple[torch.Tensor, torch.Tensor]) -> None:  # fmt: skip
+def _setup_context(
+    ctx: _Context, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     q, k, v, mask, key, *scalars = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, key)  # type: ignore[arg-type]
-    ctx.scalars = scalars  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, k, v, *output, mask, key)
+    ctx.scalars = scalars
 
 
 def _attention_autograd(
-    ctx: torch.autograd.function.FunctionCtx, do: torch.Tensor, _: torch.Tensor
+    ctx: _Context, do: torch.Tensor, _: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    need_dmask = bool(ctx.needs_input_grad[3])  # type: ignore[attr-defined]
+    need_dmask = ctx.needs_input_grad[3]
     dq, dk, dv, dmask = torch.ops.autopar.attention_backward(
-        do, *ctx.saved_tensors, *ctx.scalars, need_dmask  # type: ignore[attr-defined]
+        do, *ctx.saved_tensors, *ctx.scalars, need_dmask
     )
     return dq, dk, dv, dmask if need_dmask else None, *(None,) * 8
 

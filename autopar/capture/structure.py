@@ -115,15 +115,15 @@ def rebuild(structure: Structure, tensor_at: Callable[[str], object]) -> object:
         case DroppedLeaf():
             return None
     values = [rebuild(child, tensor_at) for child in structure.children]
-    kind = structure.kind
-    if issubclass(kind, tuple | list):
-        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    make: Callable[..., object] = structure.kind
+    if issubclass(structure.kind, tuple | list):
+        return make(*values) if hasattr(structure.kind, "_fields") else make(values)
     named = dict(zip(structure.keys, values, strict=True))
-    if is_dataclass(kind):  # before Mapping: model outputs are both
-        known = {f.name for f in fields(kind)}
-        return kind(**{str(key): value for key, value in named.items() if key in known})
+    if is_dataclass(structure.kind):  # before mappings: model outputs are both
+        known = {f.name for f in fields(structure.kind)}
+        return make(**{str(key): value for key, value in named.items() if key in known})
     try:
-        return kind(named)
+        return make(named)
     except TypeError:  # a mapping class with a constructor of its own
         return named
 

@@ -128,7 +128,7 @@ class _TracedCall(torch.nn.Module):
     def _find_loss(self, output: object, call: ModelCall, result: _Result) -> torch.Tensor | None:
         if self._loss is not None:
             self.doing = "the function given as loss="
-            loss = self._loss(output, call.batch())
+            loss: object = self._loss(output, call.batch())
             self.doing = "the backward of the model"
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
@@ -257,9 +257,7 @@ def _roles(model: torch.nn.Module, call: ModelCall, result: _Result) -> Roles:
         has_loss=result.has_loss,
         tied=tuple(tuple(names) for names in aliases.values() if len(names) > 1),
         trainable=frozenset(
-            name
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if p.requires_grad
+            name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
         ),
     )
 

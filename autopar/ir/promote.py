@@ -33,8 +33,7 @@ def _promote_meta(meta: Meta) -> Meta:
     if isinstance(meta, TensorMeta):
         return replace(meta, dtype="float64") if meta.dtype in FLOAT_DTYPES else meta
     if isinstance(meta, tuple):
-        promoted = tuple(_promote_meta(m) for m in meta)
-        return promoted  # type: ignore[return-value]
+        return tuple(_promote_meta(m) for m in meta)  # type: ignore[misc]
     return meta
 
 

@@ -66,15 +66,16 @@ class Driver:
 
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run a generator to its end and give what it returns."""
-        answer: object = None
+        answers: list[object] = [None]  # a local name would keep a tensor alive until the next one
         with torch.no_grad():
             while True:
                 try:
-                    request = running.send(answer)
+                    request = running.send(answers.pop())
                 except StopIteration as stop:
                     result: T = stop.value
                     return result
-                answer = self._answer(request)
+                answers.append(self._answer(request))
+                del request
 
     def close(self) -> None:
         """Stop the helper thread, if there is one."""
@@ -141,7 +142,9 @@ def _all_gather(request: Collective, group: dist.ProcessGroup, count: int) -> _P
     gathered = block.new_empty((count * block.shape[0], *block.shape[1:]))
     gather = _newest("all_gather_single", "all_gather_into_tensor")
     work = gather(gathered, block, group=group, async_op=True)
-    return _Pending(_started(work), block, lambda: gathered.narrow(0, 0, size).movedim(0, dim))
+    return _Pending(
+        _started(work), block, lambda: gathered.narrow(0, 0, size).movedim(0, dim).contiguous()
+    )
 
 
 def _reduce_scatter(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:
@@ -150,7 +153,7 @@ def _reduce_scatter(request: Collective, group: dist.ProcessGroup, count: int) -
     block = whole.new_empty((whole.shape[0] // count, *whole.shape[1:]))
     scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
     work = scatter(block, whole, _OPS[request.op], group=group, async_op=True)
-    return _Pending(_started(work), whole, lambda: block.movedim(0, dim))
+    return _Pending(_started(work), whole, lambda: block.movedim(0, dim).contiguous())
 
 
 def _all_to_all(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:

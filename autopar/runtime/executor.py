@@ -169,18 +169,18 @@ def execute(
         if slot >= 0:
             slots[slot] = value
     inputs.clear()
-    value = None
+    value = None  # or this frame would keep the last input alive
+    handover: list[object] = []  # a request in a local name would keep its operand alive
     step = None
     try:
         for step in program.steps:
             for slot in step.waits:
                 slots[slot] = _arrived(slots[slot])
             if step.is_request:
-                request = step.call(*step.gather(slots))
+                handover.append(step.call(*step.gather(slots)))
                 for slot in step.frees:
                     slots[slot] = None
-                slots[step.slot] = yield request  # type: ignore[misc]  # a request step makes a Collective
-                del request
+                slots[step.slot] = yield handover.pop()  # type: ignore[misc]  # a Collective
             else:
                 slots[step.slot] = step.call(*step.gather(slots))
                 for slot in step.frees:

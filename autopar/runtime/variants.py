@@ -8,7 +8,8 @@ layouts in which parameters are stored must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,10 +113,10 @@ def transfer(
     Raises:
         PlanError: No operator of the new program can start one of the stages.
     """
-    before = {node.name: node.op for node in old.nodes}
-    same = {node.name for node in new.nodes if before.get(node.name) == node.op}
-    same |= {entry.name for entry in new.inputs}
-    tp = {n: c for n, c in decisions.choices.get(TP_AXIS, {}).items() if n in same}
+    renamed = match_operators(old, new)
+    same_inputs = {entry.name for entry in old.inputs} & {entry.name for entry in new.inputs}
+    renamed.update((name, name) for name in same_inputs)
+    tp = {renamed[n]: c for n, c in decisions.choices.get(TP_AXIS, {}).items() if n in renamed}
     splits = split_data_axes(
         new,
         signatures_of(new),
@@ -127,20 +128,38 @@ def transfer(
     return replace(
         decisions,
         choices=choices,
-        firsts=_transfer_firsts(decisions.firsts, old, same, new),
-        recompute=frozenset(decisions.recompute & same),
+        firsts=_transfer_firsts(decisions.firsts, old, renamed, new),
+        recompute=frozenset(renamed[n] for n in decisions.recompute if n in renamed),
     )
 
 
+def match_operators(old: Graph, new: Graph) -> dict[str, str]:
+    """Operators of ``old`` -> their namesakes in ``new``.
+
+    Names number the operators of the whole program, so that an operator less shifts all that follow.
+    The n-th operator of a kind in a module, in the same pass, is taken for the same.
+    """
+    places = {place: name for name, place in _places(new)}
+    return {name: places[place] for name, place in _places(old) if place in places}
+
+
+def _places(graph: Graph) -> Iterator[tuple[str, tuple[Phase, str, str, int]]]:
+    counts: Counter[tuple[Phase, str, str]] = Counter()
+    for node in graph.nodes:
+        key = (node.phase, node.scope, node.op)
+        yield node.name, (*key, counts[key])
+        counts[key] += 1
+
+
 def _transfer_firsts(
-    firsts: tuple[str, ...], old: Graph, same: set[str], new: Graph
+    firsts: tuple[str, ...], old: Graph, renamed: Mapping[str, str], new: Graph
 ) -> tuple[str, ...]:
     """For each stage its first operator that the new program has too."""
-    order = [node.name for node in old.nodes if node.phase is Phase.FORWARD]
+    order = [node.name for node in old.nodes if node.phase is Phase.FORWARD and node.op != "getitem"]
     moved: list[str] = []
     for first in firsts:
         later = order[order.index(first) :]
-        name = next((n for n in later if n in same), None)
+        name = next((renamed[n] for n in later if n in renamed), None)
         if name is None:
             raise PlanError(
                 f"the stage that starts at {first!r} has no operator in common with this call's "

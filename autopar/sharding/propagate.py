@@ -172,6 +172,13 @@ class DataAxes:
         self._batch: dict[str, int] | None = None
 
     # -- the batch -------------------------------------------------------------------------------
+    @property
+    def batch_factors(self) -> Mapping[str, frozenset[str]]:
+        """Operator -> its factors that are of the batch class."""
+        if self._batch is None:
+            self._batch = self._find_batch()
+        return self._batch_factors
+
     def batch_dims(self, parts: int) -> dict[str, int]:
         """Batch dim of every call argument (and tangent) that has one, by input name.
 
@@ -205,7 +212,7 @@ class DataAxes:
             for dim in range(len(entry.meta.shape) if entry.meta else 0):
                 root = self._classes.find((entry.name, dim))
                 found.setdefault(root, {}).setdefault(entry.name, dim)
-        best: tuple[float, dict[str, int], _Root] | None = None
+        best: tuple[tuple[float, int], dict[str, int], _Root] | None = None
         for root, dims in sorted(found.items()):
             sizes = {_size(inputs[n].meta, d) for n, d in dims.items()}
             users = any(inputs[n].kind is InputKind.USER for n in dims)
@@ -214,7 +221,8 @@ class DataAxes:
                 continue
             self._set_batch(root)
             trial = self._propagate("dp", parts, {n: Shard(d) for n, d in dims.items()}, {})
-            score = 4 * trial.moved_bytes + trial.unsplit_bytes
+            # equally good: the outermost dim, as people write batches
+            score = (4 * trial.moved_bytes + trial.unsplit_bytes, max(dims.values()))
             if best is None or score < best[0]:
                 best = (score, dims, root)
         if best is None:

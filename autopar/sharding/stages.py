@@ -93,7 +93,7 @@ def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
         and o.kind in (OutputKind.LOSS, OutputKind.OUTPUT, OutputKind.MUTATION)
     }
     needed = ancestors(graph, forward_roots)
-    shared = _shared(graph, needed)
+    shared = _shared(graph, needed | backward)
     stage: dict[str, int] = {}
     last = len(firsts)
     for index, node in enumerate(graph.nodes):
@@ -108,26 +108,32 @@ def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
     return StageMap(stage, backward, needed, last + 1)
 
 
-def _shared(graph: Graph, needed: frozenset[str]) -> set[str]:
-    """Operators that every stage makes for itself."""
+def _shared(graph: Graph, placed: frozenset[str]) -> set[str]:
+    """Operators that every stage makes for itself.
+
+    Args:
+        graph: The joint graph.
+        placed: Operators of the forward and the backward pass; the rest serves backward alone
+            (a transposed activation) and is made where it is read.
+    """
     shared = argument_only_values(graph) | {i.name for i in graph.inputs}
     mutated = {o.value.name for o in graph.outputs_of(OutputKind.MUTATION) if o.value}
     tangents = {i.name for i in graph.of_kind(InputKind.TANGENT)}
     for node in graph.nodes:
         refs = node.refs()
-        if node.op in VIEW_OPS and refs and all(r in shared and r not in tangents for r in refs):
+        if node.name not in placed:
+            shared.add(node.name)
+        elif node.op in VIEW_OPS and refs and all(r in shared and r not in tangents for r in refs):
             shared.add(node.name)
     return {n for n in shared if n not in mutated}
 
 
 def _by_dataflow(node: Node, stage: dict[str, int], backward: frozenset[str], last: int) -> int:
-    """Stage of an operator that only backward needs."""
+    """Stage of a backward operator."""
     ceiling = min((stage[r] for r in node.refs() if r in backward and r in stage), default=last)
     if node.twin is not None and node.twin in stage:
         return min(stage[node.twin], ceiling)
     forward = [stage[r] for r in node.refs() if r not in backward and r in stage]
-    if node.name not in backward:
-        return max(forward, default=0)
     return min(max(forward, default=ceiling), ceiling)
 
 

@@ -19,6 +19,7 @@ from autopar.sharding.signature import (
     AxisStrategy,
     OpSignature,
     axis_strategies,
+    parts_by_factor,
     replicated_strategy,
 )
 from autopar.sharding.storage import storage_layout
@@ -203,11 +204,12 @@ class _Builder:
     ) -> list[AxisStrategy | None]:
         if signature is None or "tp" not in self.axes:
             return [None]
-        divide: dict[str, int] = {}
-        for axis, strategy in given.items():
-            if strategy is not None and strategy.factor:
-                size = self.request.axis_sizes[AXES.index(axis)]
-                divide[strategy.factor] = divide.get(strategy.factor, 1) * size
+        outer = [
+            (strategy, self.request.axis_sizes[AXES.index(axis)])
+            for axis, strategy in given.items()
+            if strategy is not None
+        ]
+        divide = parts_by_factor(signature, outer)
         batch = {*divide, *self.request.batch_factors.get(node.name, ()), MICROBATCH_STATISTICS}
         found = [
             s

@@ -6,6 +6,7 @@ where padding over 3 or 4 ranks is wanted.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -106,6 +107,15 @@ def contraction() -> Iterator[Case]:
                     False, [0], 1)  # fmt: skip
 
 
+def grouped() -> Iterator[Case]:
+    """Rows grouped by expert; transformers registers the operators."""
+    importlib.import_module("transformers.integrations.moe")
+    x, weight, y = _r(12, 10), _r(4, 10, 6), _r(12, 6)
+    ends = torch.tensor([2, 7, 7, 12], dtype=torch.int32)
+    yield make_case("transformers.grouped_mm_fallback.default", x, weight, ends)
+    yield make_case("transformers.grouped_mm_fallback_backward.default", x, weight, ends, y)
+
+
 def reduction() -> Iterator[Case]:
     x = _r(4, 10, 6)
     for dims, keep in (
@@ -140,6 +150,7 @@ def reduction() -> Iterator[Case]:
     last = x.clone()
     last[-1, -1, -1] = 100.0
     yield make_case("aten.argmax.default", last)
+    yield make_case("aten.histc.default", x, 4, -2, 2)
     yield make_case("aten.topk.default", x, 2, 1)
     yield make_case("aten.sort.default", x, 1)
     yield make_case("aten.cumsum.default", x, 1)
@@ -346,7 +357,7 @@ def pooling() -> Iterator[Case]:
 FAMILIES: Mapping[str, Callable[[], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        elementwise, contraction, reduction, normalization, views, indexing, attention, loss,
-        factories, randomness, pooling,
+        elementwise, contraction, grouped, reduction, normalization, views, indexing, attention,
+        loss, factories, randomness, pooling,
     )
 }  # fmt: skip

@@ -30,7 +30,7 @@ def _dtype_name(arg: Arg) -> str | None:
 
 
 def _addmm(b: Builder, node: Node) -> Value:
-    """addmm and baddbmm: the product and the addition of the bias are separate operators."""
+    """Addmm and baddbmm: the product and the addition of the bias are separate operators."""
     bias, left, right = node.args
     product = "aten.bmm.default" if node.op.startswith("aten.baddbmm") else "aten.mm.default"
     meta = _result(node)
@@ -65,14 +65,15 @@ def _binary(name: str) -> Rule:
         meta = _result(node)
         alpha = _number(rest[0]) if rest else _number(node.kwarg("alpha", 1))
         if alpha != 1:
-            right = b.binary("mul", right, alpha) if isinstance(right, Ref) else _number(right) * alpha
+            is_tensor = isinstance(right, Ref)
+            right = b.binary("mul", right, alpha) if is_tensor else _number(right) * alpha
         if not isinstance(left, Ref):  # a number on the left
             left = b.full((), _number(left), meta.dtype)
-        neutral = 1 if name in ("mul", "div") else 0
-        # x + 0 is not x for x = -0.0, so only integers
-        exact = name in ("mul", "div") or not meta.is_float
-        if right == neutral and not isinstance(right, Ref) and exact and b.meta(left) == meta:
-            return left
+        if not isinstance(right, Ref) and b.meta(left) == meta:
+            # x + 0 is not x for x = -0.0, so only integers
+            exact = name in ("mul", "div") or not meta.is_float
+            if exact and right == (1 if name in ("mul", "div") else 0):
+                return left
         return b.emit(f"aten.{name}.Tensor", (left, right), meta)
 
     return rule
@@ -125,13 +126,15 @@ def _mean_of(
 
 
 def _var_parts(b: Builder, node: Node) -> tuple[Ref, Ref]:
-    """Variance and mean."""
-    value, dim_arg, *rest = (*node.args, None)
-    unbiased = rest[0] if node.op.split(".")[2] == "dim" else None
-    keepdim = bool(rest[1] if node.op.split(".")[2] == "dim" else node.kwarg("keepdim", False))
-    correction = node.kwarg("correction", None) if unbiased is None else float(bool(unbiased))
+    """Variance and mean, of var.correction, var.dim and their relatives."""
+    value = node.args[0]
+    dims = _dims(node.args[1]) if len(node.args) > 1 else None
+    if node.op.endswith(".dim"):  # (x, dims, unbiased, keepdim)
+        correction, keepdim = float(bool(node.args[2])), bool(node.args[3])
+    else:
+        given, keepdim = node.kwarg("correction"), bool(node.kwarg("keepdim", False))
+        correction = 1.0 if given is None else _number(given)
     meta = b.meta(value)
-    dims = _dims(dim_arg)
     rank = len(meta.shape)
     over = tuple(sorted({d % rank for d in dims})) if dims else tuple(range(rank))
     work = "float32" if meta.dtype in _HALF else meta.dtype
@@ -140,10 +143,8 @@ def _var_parts(b: Builder, node: Node) -> tuple[Ref, Ref]:
     mean = b.binary("div", b.sum(wide, over, keepdim=True), count)
     centred = b.binary("sub", wide, mean)
     squares = b.sum(b.binary("mul", centred, centred), over, keepdim=keepdim)
-    divisor = max(0.0, count - (1.0 if correction is None else _number(correction)))
-    out = b.binary("div", squares, divisor)
-    shape = b.shape(out)
-    return b.cast(out, meta.dtype), b.cast(b.view(mean, shape), meta.dtype)
+    out = b.binary("div", squares, max(0.0, count - correction))
+    return b.cast(out, meta.dtype), b.cast(b.view(mean, b.shape(out)), meta.dtype)
 
 
 def _var(b: Builder, node: Node) -> Value:
@@ -201,11 +202,9 @@ def _constant(b: Builder, node: Node) -> Value:
 
 def _arange(b: Builder, node: Node) -> Value:
     numbers = [_number(a) for a in node.args]
-    start, end, step = {
-        1: lambda: (0, numbers[0], 1),
-        2: lambda: (numbers[0], numbers[1], 1),
-        3: lambda: (numbers[0], numbers[1], numbers[2]),
-    }[len(numbers)]()
+    start = numbers[0] if len(numbers) > 1 else 0
+    end = numbers[1] if len(numbers) > 1 else numbers[0]
+    step = numbers[2] if len(numbers) > 2 else 1
     meta = _result(node)
     return b.emit("aten.arange.start_step", (start, end, step), meta, dtype=Dtype(meta.dtype))
 
@@ -225,7 +224,9 @@ def _masked_fill_tensor(b: Builder, node: Node) -> Value:
     source = b.producer(fill)
     if source is not None and source.op == "aten.full.default":
         return b.emit("aten.masked_fill.Scalar", (value, mask, source.args[1]), _result(node))
-    return b.emit("aten.where.self", (mask, b.cast(fill, _result(node).dtype), value), _result(node))
+    return b.emit(
+        "aten.where.self", (mask, b.cast(fill, _result(node).dtype), value), _result(node)
+    )
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -234,7 +235,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.baddbmm.default": _addmm,
         "aten.mv.default": _mv,
         "aten.dot.default": _dot,
-        **{f"aten.{n}.{o}": _binary(n) for n in ("add", "sub", "mul", "div") for o in ("Tensor", "Scalar")},
+        **{
+            f"aten.{name}.{overload}": _binary(name)
+            for name in ("add", "sub", "mul", "div")
+            for overload in ("Tensor", "Scalar")
+        },
         "aten.rsub.Scalar": _rsub,
         "aten.rsub.Tensor": _rsub,
         "aten._to_copy.default": _to_copy,
@@ -276,4 +281,3 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.conj.default": identity,
     }
 )  # fmt: skip
-

@@ -251,11 +251,15 @@ def fold_masks(graph: Graph, classify: Classify) -> Graph:
 def _both(edits: _Edits, name: str) -> list[tuple[Node, int]]:
     """An attention operator and its backwards, with the shift of their arguments."""
     forward = edits.nodes[name]
-    backwards = [(edits.changed.get(b.name, b), BACKWARD_SHIFT) for b in _backward_of(edits, forward)]
+    backwards = [
+        (edits.changed.get(b.name, b), BACKWARD_SHIFT) for b in _backward_of(edits, forward)
+    ]
     return [(edits.changed.get(name, forward), 0), *backwards]
 
 
-def _fixed_part(edits: _Edits, mask: Arg, free: Mapping[str, bool]) -> tuple[str, Ref | None] | None:
+def _fixed_part(
+    edits: _Edits, mask: Arg, free: Mapping[str, bool]
+) -> tuple[str, Ref | None] | None:
     """The part of a mask that depends on no input, and the rest."""
     assert isinstance(mask, Ref)
     if free[mask.name]:

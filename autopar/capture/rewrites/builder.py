@@ -119,7 +119,6 @@ class Builder:
             for i, meta in enumerate(metas)
         )
 
-
     def view(self, value: Arg, shape: Sequence[int]) -> Ref:
         """``value`` in another shape; views of views are one view."""
         assert isinstance(value, Ref)

@@ -36,8 +36,6 @@ def _stat_dtype(dtype: str) -> str:
     return "float32" if dtype in _HALF else dtype
 
 
-
-
 def _dropout(b: Builder, node: Node) -> Value:
     x, p_arg, train = node.args
     p = _float(p_arg)
@@ -117,8 +115,6 @@ def unknown_random(_: Builder, node: Node) -> Value:
     )
 
 
-
-
 def _batch_norm(b: Builder, node: Node) -> Value:
     if node.op.endswith("no_stats"):
         x, w, bias, train, momentum, eps = node.args
@@ -192,8 +188,6 @@ def _batch_norm_backward(b: Builder, node: Node) -> Value:
     return b.cast(dx, meta.dtype), b.cast(dw, dtype), b.cast(db, dtype)
 
 
-
-
 def _flat_classes(b: Builder, logp: Arg, target: Arg) -> tuple[Ref, Ref]:
     """Log-probabilities as (N, C) and labels as (N,), from (C), (N, C) or (N, C, H, W)."""
     shape = b.shape(logp)
@@ -228,9 +222,7 @@ def _nll_each(b: Builder, logp: Ref, labels: Ref, weight: Arg, ignore_index: Arg
     zero = b.full((), 0, b.meta(labels).dtype)
     label = b.emit("aten.where.self", (counts, labels, zero), b.meta(labels))
     column = b.view(label, (rows, 1))
-    picked = b.emit(
-        "aten.gather.default", (logp, 1, column), TensorMeta((rows, 1), dtype)
-    )
+    picked = b.emit("aten.gather.default", (logp, 1, column), TensorMeta((rows, 1), dtype))
     each = b.unary("neg", b.view(picked, (rows,)))
     if weight is not None:
         scale = b.emit(
@@ -243,7 +235,7 @@ def _nll_each(b: Builder, logp: Ref, labels: Ref, weight: Arg, ignore_index: Arg
 
 
 def _nll_backward(b: Builder, node: Node) -> Value:
-    grad, logp, target, weight, reduction, ignore_index, count = node.args
+    grad, _, target, weight, reduction, ignore_index, count = node.args
     meta = _result(node)
     shape = meta.shape
     flat_shape = (1, *shape) if len(shape) == 1 else (prod(shape) // shape[1], shape[1])

@@ -88,8 +88,13 @@ def _slice_backward(b: Builder, node: Node) -> Value:
     sizes = ints(sizes_arg)
     dim = _int(dim_arg) % len(sizes)
     first, last, stride = _slice_bounds(sizes[dim], start, end, step)
-    if stride != 1:
-        return b.keep(node)
+    if stride > 1:  # zeros between the elements, then cut or pad to the end
+        shape = b.shape(grad)
+        apart = b.view(grad, (*shape[: dim + 1], 1, *shape[dim + 1 :]))
+        apart = _padded(b, apart, dim + 1, 0, stride - 1)
+        grad = b.view(apart, (*shape[:dim], shape[dim] * stride, *shape[dim + 1 :]))
+        last = min(sizes[dim], first + shape[dim] * stride)
+        grad = b.slice(grad, dim, 0, last - first)
     return _padded(b, grad, dim, first, sizes[dim] - last)
 
 

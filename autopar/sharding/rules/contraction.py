@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopar.sharding.placement import Partial, Placement, R, Shard
 from autopar.sharding.rules.call import Naming, OpCall, Rule
-from autopar.sharding.rules.template import template
+from autopar.sharding.rules.template import Template, template
 from autopar.sharding.signature import AxisStrategy, Dims, OpSignature
 
 _BOTH = ((0,), (1,))
@@ -125,6 +125,20 @@ def _weight(
     return (first, inner, *naming.dims(weight[2:], prefix="k", whole=range(len(weight))))
 
 
+def _grouped(rule: Template) -> Rule:
+    """A product of rows grouped by expert: only the form with 2-D rows and one weight each."""
+
+    def bind(call: OpCall) -> OpSignature | None:
+        ranks = [len(m.shape) for m in call.operands if m is not None]
+        fits = ranks == [0 if p is None else len(p) for p in rule.inputs]
+        return rule(call) if fits else None
+
+    return bind
+
+
+_GROUPED_MM = template("(t!, k+), (e!, k+, n), (e!) -> (t!, n)", linear=_BOTH, padded="k n")
+# Expert splits need row counts per rank: a lowering of their own.
+
 RULES: Mapping[str, Rule] = {
     "aten.mm.default": template("(m, k+), (k+, n) -> (m, n)", linear=_BOTH, padded="m k n"),
     "aten.bmm.default": template(
@@ -132,6 +146,15 @@ RULES: Mapping[str, Rule] = {
     ),
     "aten.mv.default": template("(m, k+), (k+) -> (m)", linear=_BOTH, padded="m k"),
     "aten.dot.default": template("(k+), (k+) -> ()", linear=_BOTH, padded="k"),
+    "aten._grouped_mm.default": _grouped(_GROUPED_MM),
+    "transformers.grouped_mm_fallback.default": _grouped(_GROUPED_MM),
+    "transformers.grouped_mm_fallback_backward.default": _grouped(
+        template(
+            "(t!, k), (e!, k, n+), (e!), (t!, n+) -> (t!, k), (e!, k, n)",
+            linear=[(3,)],
+            padded="k n",
+        )
+    ),
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
 }

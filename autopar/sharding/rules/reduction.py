@@ -113,6 +113,18 @@ def _argument(call: OpCall) -> OpSignature:
     return _reduce(call, call.integers(1), None)
 
 
+def _histogram(call: OpCall) -> OpSignature | None:
+    """``histc(x, bins, low, high)``: counts add up, unless the range is taken from the values."""
+    if call.arg(2, 0) == call.arg(3, 0):
+        return None
+    naming = Naming()
+    dims = naming.dims(call.shape(0))
+    lost = dict.fromkeys(sorted(naming.sizes), "sum")
+    return naming.build(
+        [dims], [(naming.dim("bins", call.result_shape()[0], whole=True),)], reductions=lost
+    )
+
+
 def _softmax(lowering: str) -> Rule:
     """Rule of ``softmax(x, dim, half_to_float)``."""
 
@@ -203,6 +215,7 @@ RULES: Mapping[str, Rule] = {
     "aten.linalg_vector_norm.default": _over_dims(None, 2),
     "aten.argmax.default": _argument,
     "aten.argmin.default": _argument,
+    "aten.histc.default": _histogram,
     "aten.topk.default": _along_dim(2),
     "aten.sort.default": _along_dim(1),
     "aten.cumsum.default": _along_dim(1, linear=True),

@@ -1,0 +1,194 @@
+"""What planning needs to know about a model and a cluster, found once and kept.
+
+One :class:`Analysis` serves a whole search: blocks, named dims, data splits, price lists and split
+problems are made on first use and reused by every candidate that asks again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autopar.cluster import Cluster
+from autopar.errors import ConstraintError
+from autopar.ir.graph import Graph, Ref, TensorMeta
+from autopar.plan.types import MeshShape
+from autopar.sharding.build import signatures_of
+from autopar.sharding.placement import Placement
+from autopar.sharding.propagate import DataAxes, DataSplits
+from autopar.sharding.signature import OpSignature
+from autopar.solver.blocks import BlockChain, find_blocks, module_start
+from autopar.solver.constraints import Constraints, parameter_placements
+from autopar.solver.prices import PriceList
+from autopar.solver.splits_build import SplitsRequest, build_splits
+from autopar.solver.splits_problem import SplitsProblem
+from autopar.solver.splits_structure import SplitsStructure, split_structure
+from cost_models.base import CostModel, slowest_group
+from cost_models.memory import optimizer_state_bytes
+
+PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
+
+
+@dataclass(slots=True)
+class Analysis:
+    """A model on a cluster.
+
+    Attributes:
+        graph: The joint graph.
+        cluster: Where it runs.
+        model: Prices.
+        constraints: The user's.
+        optimizer: Assumed optimizer.
+        signatures: Named dims by operator.
+        chain: Blocks.
+        data_axes: Splits over ``mb`` and ``dp``.
+        fixed: Parameter input -> placement over ``tp`` that the user gave.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    model: CostModel
+    constraints: Constraints
+    optimizer: str
+    signatures: dict[str, OpSignature | None] = field(init=False)
+    chain: BlockChain = field(init=False)
+    data_axes: DataAxes = field(init=False)
+    fixed: dict[str, Placement] = field(init=False)
+    boundary_starts: tuple[int, ...] | None = field(init=False)
+    optimizer_s_per_byte: float = field(init=False)
+    _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
+    _structures: dict[tuple[bool, bool], SplitsStructure] = field(default_factory=dict)
+    _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
+    _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
+    _problems: dict[tuple[int, int, int, int], SplitsProblem] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.signatures = signatures_of(self.graph)
+        starts = self._boundary_names()
+        self.chain = find_blocks(self.graph, forced=starts)
+        self.boundary_starts = None
+        if starts:
+            index = {b.forward[0]: b.index for b in self.chain.blocks}
+            self.boundary_starts = tuple(index[name] for name in starts)
+        self.data_axes = DataAxes(self.graph, self.signatures)
+        patterns = self.constraints.placements
+        self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
+        self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+
+    def _boundary_names(self) -> tuple[str, ...]:
+        """First operators of the modules that begin stages."""
+        order = {n.name: i for i, n in enumerate(self.graph.nodes)}
+        names: list[str] = []
+        for module in self.constraints.boundaries:
+            name = module_start(self.graph, module)
+            if name is None:
+                raise ConstraintError(
+                    f"constraint boundaries: {module!r} runs nothing in the forward pass; "
+                    "name a module whose call computes something"
+                )
+            if names and order[name] <= order[names[-1]]:
+                raise ConstraintError(
+                    f"constraint boundaries: {module!r} runs before the module named ahead of it; "
+                    "name modules in the order in which they run"
+                )
+            names.append(name)
+        return tuple(names)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step; 1 if no call argument has a batch dim."""
+        dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
+        inputs = self.graph.input_map()
+        for name, dim in dims.items():
+            meta = inputs[name].meta
+            if meta is not None:
+                return meta.shape[dim]
+        return 1
+
+    def _has_batch(self) -> bool:
+        return bool(self.data_axes.batch_factors)
+
+    def data(self, num_microbatches: int, dp: int) -> DataSplits:
+        """Splits over ``mb`` and ``dp``.
+
+        Raises:
+            ShardingError: The batch can't be cut so.
+        """
+        key = (num_microbatches, dp)
+        if key not in self._data:
+            self._data[key] = self.data_axes.split(
+                num_microbatches=num_microbatches,
+                dp=dp,
+                microbatch_statistics=self.constraints.microbatch_statistics,
+            )
+        return self._data[key]
+
+    def prices(self, sizes: tuple[int, int, int]) -> PriceList:
+        """Prices with ``(mb, dp, tp)`` of these sizes."""
+        if sizes not in self._prices:
+            axes = [(a, n) for a, n in zip(("mb", "dp", "tp"), sizes, strict=True) if n > 1]
+            mesh = MeshShape(dp=sizes[1], tp=sizes[2])
+            self._prices[sizes] = PriceList(
+                self.model,
+                tuple(a for a, _ in axes),
+                tuple(n for _, n in axes),
+                {a: slowest_group(self.cluster, mesh, a) for a, _ in axes if a != "mb"},
+            )
+        return self._prices[sizes]
+
+    def request(self, sizes: tuple[int, int, int], zero_level: int) -> SplitsRequest:
+        """What a splits problem of one mesh is made from."""
+        key = (*sizes, zero_level)
+        if key not in self._requests:
+            data = self.data(sizes[0], sizes[1]).choices
+            self._requests[key] = SplitsRequest(
+                graph=self.graph,
+                structure=self._structure(sizes),
+                signatures=self.signatures,
+                data=data,
+                axis_sizes=sizes,
+                zero_level=zero_level,
+                optimizer=self.optimizer,
+                batch_factors=self.data_axes.batch_factors,
+                fixed=self.fixed,
+                sequence_parallel=self.constraints.sequence_parallel,
+                optimizer_s_per_byte=self.optimizer_s_per_byte,
+            )
+        return self._requests[key]
+
+    def _structure(self, sizes: tuple[int, int, int]) -> SplitsStructure:
+        """Structures differ by which axes split, not by how far."""
+        key = (sizes[0] > 1, sizes[1] > 1)
+        if key not in self._structures:
+            self._structures[key] = split_structure(
+                self.graph,
+                self.chain,
+                self.data(sizes[0], sizes[1]).choices,
+                has_mb=key[0],
+                fixed=self.fixed,
+            )
+        return self._structures[key]
+
+    def problem(self, sizes: tuple[int, int, int], zero_level: int) -> SplitsProblem:
+        """The splits problem of one mesh, without a memory bound."""
+        key = (*sizes, zero_level)
+        if key not in self._problems:
+            request = self.request(sizes, zero_level)
+            self._problems[key] = build_splits(request, self.prices(sizes))
+        return self._problems[key]
+
+    def bounded_problem(
+        self, sizes: tuple[int, int, int], zero_level: int, *, in_flight: float, limit_bytes: int
+    ) -> SplitsProblem:
+        """The same with a bound on states and saved values."""
+        request = self.request(sizes, zero_level)
+        request = replace(request, in_flight=in_flight, limit_bytes=limit_bytes)
+        return build_splits(request, self.prices(sizes))
+
+
+def _optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
+    """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""
+    probe = TensorMeta((PROBE_ELEMENTS,), "float32")
+    add_s = model.op_time_s("aten.add.Tensor", (Ref("0"), Ref("1")), [probe, probe], probe)
+    state = optimizer_state_bytes(optimizer, probe) / probe.bytes
+    # reads parameter, gradient and state, writes parameter and state; an add touches three
+    return add_s / (3 * probe.bytes) * (3 + 2 * state)
