@@ -297,26 +297,38 @@ def replace_total_norm_helper(helper: Any) -> None:
     torch.nn.utils.get_total_norm = helper
 
 
-def watch_param_groups(observer: Any) -> Any:
+def watch_optimizers(observer: Any, fill: Any) -> Any:
     """Call ``observer(optimizer)`` after an optimizer was given a parameter group.
 
-    torch has no hook for the birth of an optimizer. Returns the function that ends the watch.
+    torch has no hook for the birth of an optimizer, and refuses an empty list of parameters: such
+    an optimizer is given what ``fill()`` returns, if that is not None.
+
+    Returns:
+        The function that ends the watch.
     """
     from torch.optim.optimizer import Optimizer
 
-    method: Any = Optimizer.add_param_group
-    observers = getattr(method, "autopar_observers", None)
-    if observers is None:
-        observers = []
+    methods: Any = Optimizer
+    watchers = getattr(methods, "autopar_watchers", None)
+    if watchers is None:
+        watchers = methods.autopar_watchers = []
+        add_param_group, init = methods.add_param_group, methods.__init__
 
-        def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-            method(self, param_group)
-            for each in tuple(observers):
-                each(self)
+        @functools.wraps(add_param_group)
+        def watched_add(self: Any, param_group: dict[str, Any]) -> None:
+            add_param_group(self, param_group)
+            for watch, _ in tuple(watchers):
+                watch(self)
 
-        add_param_group.__doc__ = method.__doc__
-        watched: Any = add_param_group
-        watched.autopar_observers = observers
-        Optimizer.add_param_group = watched  # type: ignore[method-assign]
-    observers.append(observer)
-    return lambda: observers.remove(observer)
+        @functools.wraps(init)
+        def watched_init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
+            if hasattr(params, "__iter__") and not hasattr(params, "shape"):
+                params = list(params)
+                fillers = [filler() for _, filler in watchers] if not params else []
+                params.extend([found for found in fillers if found is not None][:1])
+            init(self, params, defaults)
+
+        methods.add_param_group, methods.__init__ = watched_add, watched_init
+    entry = (observer, fill)
+    watchers.append(entry)
+    return lambda: watchers.remove(entry)

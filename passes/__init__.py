@@ -1,3 +1,3 @@
-"""Rewrites of the programs that the plan decided; one file per pass, one list in :mod:`passes.pipeline`."""
+"""Rewrites of the programs that the plan decided: a file per pass, one list in `pipeline.py`."""
 
 DISTRIBUTION = "autopar"

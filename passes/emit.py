@@ -1,8 +1,8 @@
 """Write a decided program as an ``fx.GraphModule``: one fx node per operator, nothing decided here.
 
 Names are kept in ``node.meta["autopar_name"]`` (fx renames what it likes). Three translations:
-dtypes become ``torch.dtype``, factories get the device, and ``aten.view.default`` runs as a reshape,
-since the layout of a local tensor after a collective is not the one that was captured.
+dtypes become ``torch.dtype``, factories get the device, and ``aten.view.default`` runs as a
+reshape, since the layout of a local tensor after a collective is not the one that was captured.
 
 :func:`propagate` puts fake values in ``node.meta["val"]``. Equal operators on equal operands are
 evaluated once: a model of eighty equal layers costs one layer.
@@ -26,7 +26,7 @@ from passes.comm_ops import COMM_NAMES, COMM_OPS, result_shape
 from passes.local_ops import LOCAL_OPS
 
 FxArg: TypeAlias = (
-    "None | bool | int | float | str | fx.Node | torch.dtype | list[FxArg] | tuple[FxArg, ...]"
+    "bool | int | float | str | fx.Node | torch.dtype | list[FxArg] | tuple[FxArg, ...] | None"
 )
 
 
@@ -84,7 +84,9 @@ def _emit_node(
     def translate(arg: Arg) -> FxArg:
         if isinstance(arg, Ref):
             if arg.name not in values:
-                raise PassError(f"{ctx.program}: {source.name} reads {arg}, which is not defined yet")
+                raise PassError(
+                    f"{ctx.program}: {source.name} reads {arg}, which is not defined yet"
+                )
             return values[arg.name]
         if isinstance(arg, Dtype):
             return torch_dtype(arg.name)
@@ -143,13 +145,16 @@ def _signature(node: fx.Node) -> tuple[object, ...]:
 
 
 def _evaluate(node: fx.Node, ctx: PassContext) -> object:
-    args = map_arg(node.args, lambda n: n.meta[VALUE_KEY])
+    args: list[object] = [map_arg(a, lambda n: n.meta[VALUE_KEY]) for a in node.args]
     kwargs = map_arg(node.kwargs, lambda n: n.meta[VALUE_KEY])
     if not callable(node.target):
         raise PassError(f"{ctx.program}: {node.meta[NAME_KEY]} has no function to call")
     if node.target in COMM_NAMES:
-        tensor = args[0]
-        shape = result_shape(COMM_NAMES[node.target], tuple(tensor.shape), args[1:], ctx.axis_sizes)
+        tensor, *rest = args
+        if not isinstance(tensor, torch.Tensor):
+            raise PassError(f"{ctx.program}: {node.meta[NAME_KEY]} communicates no tensor")
+        kind = COMM_NAMES[node.target]
+        shape = result_shape(kind, tuple(tensor.shape), tuple(rest), ctx.axis_sizes)
         return tensor.new_empty(shape)
     try:
         return node.target(*args, **kwargs)

@@ -27,7 +27,11 @@ class GraphBuilder:
         self.metas: dict[str, Meta] = {}
 
     def input(
-        self, name: str, shape: tuple[int, ...], kind: InputKind = InputKind.USER, dtype: str = "float64"
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: InputKind = InputKind.USER,
+        dtype: str = "float64",
     ) -> Ref:
         meta = TensorMeta(shape, dtype)
         self.inputs.append(Input(name, kind, name, meta, kind is InputKind.PARAM))
@@ -92,7 +96,11 @@ def mlp(batch: int = 8, width: int = 4, hidden: int = 6, layers: int = 1) -> Gra
         wbt = b.op(f"w{i}b_t", "aten.permute.default", (wb, (1, 0)), (width, hidden))
         ga = b.op(f"gact{i}", "aten.mm.default", (grad, wbt), (batch, hidden), twin=f"down{i}")
         gu = b.op(
-            f"gup{i}", "aten.threshold_backward.default", (ga, act, 0), (batch, hidden), twin=f"act{i}"
+            f"gup{i}",
+            "aten.threshold_backward.default",
+            (ga, act, 0),
+            (batch, hidden),
+            twin=f"act{i}",
         )
         xt = b.op(f"x{i}_t", "aten.permute.default", (before, (1, 0)), (width, batch))
         gw = b.op(f"gw{i}a", "aten.mm.default", (xt, gu), (width, hidden), twin=f"up{i}")

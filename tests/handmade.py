@@ -57,6 +57,7 @@ def two_stage(
 ) -> LocalPrograms:
     """Local programs for a mesh with pp 1 or 2."""
     rows = ROWS // (num_microbatches * mesh.dp)
+    all_rows = rows * mesh.dp
     cols = HIDDEN // mesh.tp
     stored = WIDTH // mesh.dp
     params = [inp(InputKind.PARAM, "W1", WIDTH, cols), inp(InputKind.PARAM, "W2", cols, WIDTH)]
@@ -74,7 +75,11 @@ def two_stage(
             node("a", "aten.mm.default", ("%x", "%W1"), rows, cols),
             node("h", "aten.relu.default", ("%a",), rows, cols),
             node(name, "aten.mm.default", ("%h", "%W2"), rows, WIDTH),
-            *(() if drop_all_reduce else (node("y", "comm.all_reduce", reduced(name), rows, WIDTH),)),
+            *(
+                ()
+                if drop_all_reduce
+                else (node("y", "comm.all_reduce", reduced(name), rows, WIDTH),)
+            ),
         ),
         (out(OutputKind.SEND, "y", "y"), out(OutputKind.SAVED, "h", "h")),
     )
@@ -84,7 +89,7 @@ def two_stage(
             node("z", "aten.mm.default", ("%y", "%W3"), rows, CLASSES),
             node("sq", "aten.mul.Tensor", ("%z", "%z"), rows, CLASSES),
             node("loss", "aten.sum.default", ("%sq",)),
-            node("z_all", "comm.all_gather", ("%z", 0, "dp", rows * mesh.dp), rows * mesh.dp, CLASSES),
+            node("z_all", "comm.all_gather", ("%z", 0, "dp", all_rows), all_rows, CLASSES),
         ),
         (
             out(OutputKind.LOSS, "loss", "loss"),
@@ -105,7 +110,12 @@ def two_stage(
         (out(OutputKind.GRAD, "W3", "dW3"), out(OutputKind.SEND, "dy", "dy")),
     )
     backward0 = Graph(
-        (params[1], x, inp(InputKind.SAVED, "h", rows, cols), inp(InputKind.RECV, "dy", rows, WIDTH)),
+        (
+            params[1],
+            x,
+            inp(InputKind.SAVED, "h", rows, cols),
+            inp(InputKind.RECV, "dy", rows, WIDTH),
+        ),
         (
             node("ht", "aten.permute.default", ("%h", (1, 0)), cols, rows),
             node("dW2", "aten.mm.default", ("%ht", "%dy"), cols, WIDTH),
@@ -168,7 +178,8 @@ def two_stage(
         user_stages={"x": (0,)},
         tangents={"loss": TensorSpec(meta(), (R, R, R))},
         results=(
-            ResultSpec(kind=OutputKind.LOSS, target="loss", stage=1, spec=TensorSpec(meta(), (P, P, R))),
+            ResultSpec(kind=OutputKind.LOSS, target="loss", stage=1,
+                       spec=TensorSpec(meta(), (P, P, R))),
             ResultSpec(kind=OutputKind.OUTPUT, target="z", stage=1,
                        spec=TensorSpec(meta(ROWS, CLASSES), (Shard(0), R, R))),
         ),

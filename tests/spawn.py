@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ class RankResult:
     """How one process ended.
 
     Attributes:
-        code: Exit code; negative for a signal; None if the time-out ended it.
+        code: Exit code; negative for a signal; None if it was killed at the end.
         output: What it wrote to standard output.
         errors: What it wrote to standard error.
         time_s: When it ended, in seconds after the start of all.
@@ -46,6 +47,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     args: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    wait_for: int | None = None,
 ) -> list[RankResult]:
     """Run a script in ``world_size`` processes and wait for all of them.
 
@@ -58,6 +60,7 @@ def run_ranks(
         timeout_s: For all of them together.
         args: Command-line arguments.
         env: More environment variables.
+        wait_for: Kill the rest once this many have ended; all must end if None.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = script if isinstance(script, Path) else Path(folder) / "script.py"
@@ -82,7 +85,7 @@ def run_ranks(
                                      cwd=ROOT, start_new_session=True)
                 )  # fmt: skip
         try:
-            ended = _wait(processes, started_s, timeout_s)
+            ended = _wait(processes, started_s, timeout_s, wait_for or world_size)
         finally:
             for process in processes:
                 _kill(process)
@@ -93,10 +96,10 @@ def run_ranks(
 
 
 def _wait(
-    processes: list[subprocess.Popen[bytes]], started_s: float, timeout_s: float
+    processes: list[subprocess.Popen[bytes]], started_s: float, timeout_s: float, wait_for: int
 ) -> list[tuple[int | None, float]]:
     ended: dict[int, tuple[int | None, float]] = {}
-    while len(ended) < len(processes):
+    while len(ended) < wait_for:
         now_s = time.monotonic() - started_s
         for index, process in enumerate(processes):
             if index not in ended and process.poll() is not None:
@@ -109,8 +112,6 @@ def _wait(
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and everything in its session; those that it left behind too."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

@@ -48,7 +48,7 @@ class _Order:
     given: Mapping[str, torch.Tensor] | None
 
 
-def compile(  # noqa: A001  # the verb of the product
+def compile(  # noqa: PLR0913  # one option per decision that a user may fix
     model: M,
     devices: Devices | None = None,
     inputs: object = None,
@@ -164,7 +164,7 @@ def compile(  # noqa: A001  # the verb of the product
     return model
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: torch.nn.Module,
     devices: Devices,
     inputs: object,
@@ -191,6 +191,30 @@ def plan(
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
     """
+    return make_plan(
+        capture_call(model, inputs, args, loss)[1],
+        devices,
+        memory_limit=memory_limit,
+        constraints=constraints,
+        loss=loss,
+        optimizer=optimizer,
+        on_unknown=on_unknown,
+        time_limit_s=time_limit_s,
+    )
+
+
+def make_plan(
+    captured: Captured,
+    devices: Devices,
+    *,
+    memory_limit: int | str | None = None,
+    constraints: UserConstraints | None = None,
+    loss: LossFunction | None = None,
+    optimizer: str = "adamw",
+    on_unknown: str = "replicate",
+    time_limit_s: float | None = None,
+) -> Plan:
+    """The solver's plan for a captured program; arguments as in :func:`plan`."""
     order = _Order(
         cluster=_cluster(devices, None, memory_limit),
         constraints=constraints or UserConstraints(),
@@ -202,7 +226,7 @@ def plan(
         run=RunOptions(loss=loss),
         given=None,
     )
-    return _make_plan(capture_call(model, inputs, args, loss)[1], order)
+    return _make_plan(captured, order)
 
 
 def capture_call(
@@ -243,9 +267,7 @@ def _runs_here(cluster: Cluster) -> bool:
     return is_launched() or cluster.num_devices == 1
 
 
-def _cluster(
-    devices: Devices | None, plan: Plan | None, memory_limit: int | str | None
-) -> Cluster:
+def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
     if isinstance(devices, int | str):
@@ -260,7 +282,7 @@ def _make_plan(captured: Captured, order: _Order) -> Plan:
         return order.plan
     from autopar.solver import solve  # not for a rank that is given its plan: ortools loads slowly
 
-    return solve(
+    plan: Plan = solve(
         captured.graph,
         order.cluster,
         order.constraints.for_solver(),
@@ -269,6 +291,7 @@ def _make_plan(captured: Captured, order: _Order) -> Plan:
         on_unknown=order.on_unknown,
         time_limit_s=order.time_limit_s,
     )
+    return plan
 
 
 def _launch(

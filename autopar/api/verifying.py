@@ -1,4 +1,252 @@
-"""stub"""
+"""``autopar.verify``: does a plan compute what one device computes?
+
+Two comparisons, so that a fault of capture is not on both sides. The captured program against the
+model itself, in the model's own dtypes; and the plan on simulated ranks against the captured
+program, both in float64 throughout, where any difference over rounding is a fault.
+"""
+
 from __future__ import annotations
-class VerifyReport: ...
-def verify(): ...
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from autopar.api.compiling import Devices, LossFunction, capture_call, make_plan
+from autopar.api.options import UserConstraints
+from autopar.capture.calls import ModelCall
+from autopar.capture.reference import bind_inputs, gradients, run_graph
+from autopar.capture.structure import flatten
+from autopar.capture.tracing import Captured
+from autopar.errors import ConfigError, EquivalenceError
+from autopar.ir.graph import InputKind
+from autopar.ir.promote import promote
+from autopar.plan.decisions import decisions_of
+from autopar.plan.io import load_plan, plan_hash
+from autopar.plan.types import Plan
+from autopar.runtime.equivalence import (
+    check_equal,
+    compare,
+    largest_gradient,
+    verify_programs,
+)
+from autopar.runtime.materialise import InitialValues, find_tensors
+from autopar.runtime.session import LOSS_BATCH, RunOptions, gathered, step_key
+from autopar.runtime.start import check_model
+from autopar.runtime.variants import schedule_actions
+from autopar.sharding.build import localize, signatures_of
+
+_EAGER_TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+"""Rounding of a training step in each dtype, relative to the largest element of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Both comparisons, each by its worst tensor.
+
+    Attributes:
+        plan_hash: Of the plan that was checked.
+        mesh: Its mesh in words.
+        num_ranks: Simulated ranks.
+        num_tensors: Tensors compared between plan and program.
+        plan_worst: The tensor of the plan that is nearest to its limit.
+        plan_error: Its largest difference from one device, in float64.
+        plan_allowed: What the criterion allows for it.
+        eager_worst: The tensor of the captured program nearest to its limit; "" if not compared.
+        eager_error: Its largest difference from the model itself.
+        eager_allowed: What is allowed for it.
+        note: Why the second comparison was left out, or "".
+    """
+
+    plan_hash: str
+    mesh: str
+    num_ranks: int
+    num_tensors: int
+    plan_worst: str
+    plan_error: float
+    plan_allowed: float
+    eager_worst: str = ""
+    eager_error: float = 0.0
+    eager_allowed: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Two or three lines for people."""
+        lines = [
+            f"plan {self.plan_hash[:12]} ({self.mesh}): {self.num_tensors} tensors equal one "
+            f"device on {self.num_ranks} simulated ranks",
+            f"  worst against the program, float64: {self.plan_worst} differs by "
+            f"{self.plan_error:.3g}, allowed is {self.plan_allowed:.3g}",
+        ]
+        if self.eager_worst:
+            lines.append(
+                f"  worst of the program against the model: {self.eager_worst} differs by "
+                f"{self.eager_error:.3g}, allowed is {self.eager_allowed:.3g}"
+            )
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: torch.nn.Module,
+    plan: Plan | Devices,
+    inputs: object,
+    *,
+    args: Sequence[object] | None = None,
+    loss: LossFunction | None = None,
+    memory_limit: int | str | None = None,
+    constraints: UserConstraints | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """Check a plan's numbers against one device, in this process.
+
+    The model is left as it is. It is held in float64, and so are the parts of all ranks: meant for
+    models that fit here several times.
+
+    Args:
+        model: Not compiled; on the meta device its weights are drawn as by :func:`autopar.compile`.
+        plan: A plan, the path of one (``.json``), or devices to plan for.
+        inputs: One global batch with values, as in :func:`autopar.compile`.
+        args: Positional arguments beside a dict.
+        loss: As in :func:`autopar.compile`.
+        memory_limit: For planning, if ``plan`` is devices.
+        constraints: For planning, if ``plan`` is devices.
+        seed: Seed of dropout and of weights on the meta device.
+
+    Raises:
+        EquivalenceError: Names the worst tensor with both numbers.
+        PlanError: The plan was made for another model or batch shape.
+    """
+    call, captured = capture_call(model, inputs, args, loss)
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        plan = load_plan(plan)  # a cluster file is given as a Cluster here
+    if not isinstance(plan, Plan):
+        plan = make_plan(
+            captured, plan, memory_limit=memory_limit, constraints=constraints, loss=loss
+        )
+    check_model(plan, captured)
+    if plan.microbatch_statistics:
+        raise ConfigError(
+            "verify: the plan takes batch statistics per micro-batch, which is another function of "
+            "the batch than the model on one device; plan with microbatch_statistics=False"
+        )
+    real = _whole_copy(model, seed)
+    found = _check_plan(real, call, captured, plan, seed)
+    return _check_capture(real, call, captured, loss, found)
+
+
+def _whole_copy(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A copy of the model with all its tensors real."""
+    real = copy.deepcopy(model)
+    for parameters in (True, False):
+        tensors = find_tensors(real, parameters=parameters)
+        values = InitialValues(real, tensors, seed=seed, given=None, distributed=False)
+        drawn = {n: values.whole(n) for n, tied in tensors.items() if tied.tensor.is_meta}
+        for name, value in drawn.items():
+            new = value
+            if parameters:
+                needs_grad = tensors[name].tensor.requires_grad
+                new = torch.nn.Parameter(value, requires_grad=needs_grad)
+            for slot in tensors[name].slots:
+                slot.put(new)
+    return real
+
+
+def _check_plan(
+    model: torch.nn.Module, call: ModelCall, captured: Captured, plan: Plan, seed: int
+) -> VerifyReport:
+    """The plan on simulated ranks against the program, promoted."""
+    graph = promote(captured.graph)
+    values = bind_inputs(
+        captured, model, call.args(), call.kwargs(),
+        batch=call.values.get(LOSS_BATCH), graph=graph, rng_key=step_key(seed, 1),
+    )  # fmt: skip
+    gather = gathered(captured, RunOptions(), backward=False)
+    decisions = replace(decisions_of(plan, graph), gather_outputs=gather)
+    local = localize(graph, decisions, signatures_of(graph))
+    actions = schedule_actions(local, plan, backward=captured.training, has_loss=captured.has_loss)
+    outcome = verify_programs(graph, local, plan.mesh, actions, values)
+    worst = outcome.worst
+    return VerifyReport(
+        plan_hash=plan_hash(plan),
+        mesh=str(plan.mesh),
+        num_ranks=plan.mesh.num_ranks,
+        num_tensors=len(outcome.gaps),
+        plan_worst=worst.name,
+        plan_error=worst.error,
+        plan_allowed=worst.allowed,
+    )
+
+
+def _check_capture(
+    model: torch.nn.Module,
+    call: ModelCall,
+    captured: Captured,
+    loss: LossFunction | None,
+    report: VerifyReport,
+) -> VerifyReport:
+    """The program against the model itself, in the model's own dtypes."""
+    if any(True for _ in captured.graph.of_kind(InputKind.RNG)):
+        return replace(
+            report,
+            note="the program was not compared with the model, whose dropout draws other bits",
+        )
+    results = run_graph(
+        captured.graph,
+        bind_inputs(captured, model, call.args(), call.kwargs(), batch=call.values.get(LOSS_BATCH)),
+    )
+    expected = _run_eagerly(model, call, captured, loss)
+    found = {f"gradient of {name}": value for name, value in gradients(results).items()}
+    found |= {k.replace(":", " ", 1): v for k, v in results.items() if not k.startswith("grad")}
+    expected = {n: v for n, v in expected.items() if n in found or not n.startswith("output")}
+    grads = {n: v for n, v in expected.items() if n.startswith("gradient")}
+    dtypes = [p.dtype for p in model.parameters()] or [torch.float32]
+    tolerance = max(_EAGER_TOLERANCE.get(dtype, 1e-1) for dtype in dtypes)
+    gaps = compare(found, expected, largest_gradient=largest_gradient(grads), tolerance=tolerance)
+    try:
+        check_equal(gaps)
+    except EquivalenceError as error:
+        raise EquivalenceError(f"the captured program against the model itself: {error}") from None
+    worst = gaps[0]
+    return replace(
+        report, eager_worst=worst.name, eager_error=worst.error, eager_allowed=worst.allowed
+    )
+
+
+def _run_eagerly(
+    model: torch.nn.Module, call: ModelCall, captured: Captured, loss: LossFunction | None
+) -> dict[str, torch.Tensor]:
+    """Losses, outputs and gradients of the model itself."""
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(captured.training):
+        output = model(*call.args(), **call.kwargs())
+        tensors = flatten(output)[1] if not isinstance(output, torch.Tensor) else {}
+        if isinstance(output, torch.Tensor):
+            tensors = {captured.loss_path or "output": output}
+        expected: dict[str, torch.Tensor] = {}
+        value = None
+        if loss is not None:
+            value = loss(output, call.batch())
+            expected["loss loss"] = value.detach()
+        elif captured.has_loss and captured.loss_path is not None:
+            value = tensors[captured.loss_path]
+            expected[f"loss {captured.loss_path}"] = value.detach()
+        for path, tensor in tensors.items():
+            if tensor is not value:
+                expected[f"output {path}"] = tensor.detach()
+        if not captured.training:
+            return expected
+        if value is None:
+            value = torch.stack([t.sum() for t in tensors.values() if t.requires_grad]).sum()
+        torch.autograd.backward(value)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            expected[f"gradient of {name}"] = parameter.grad
+    return expected

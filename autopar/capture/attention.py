@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and its backward: one meaning, several kernels.
+"""Scaled dot-product attention and its backward: the meaning, as a formula.
 
 ``q`` is (B, H, S, D), ``k`` and ``v`` are (B, KV, T, D) with ``H % KV == 0``: query head h reads
 key head ``h // (H / KV)``. Row i of ``q`` stands at position ``q_start + i``; with ``causal`` it
@@ -7,6 +7,9 @@ the scores; both broadcast to (B, H, S, T). A row that reads no key gives zeros.
 logarithm of the sum of exponentials of each row (0 for a row that reads nothing), in float32 for
 lower precisions.
 
+Kernels of torch compute what they can (:mod:`autopar.capture.attention_kernels`), the formula the
+rest: dropout, blocks of rows that do not start at 0, gradients of a mask.
+
 Dropout bits are a hash of ``(key, op_id)`` and the global (batch, head, row, column), so a rank
 that holds a block draws what one device draws: ``global_shape`` has the four global sizes,
 ``offsets`` the first index of the block in each.
@@ -14,25 +17,15 @@ that holds a block draws what one device draws: ``global_shape`` has the four gl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
+from autopar.capture.attention_kernels import (
+    AttentionOptions,
+    choose_kernel,
+    fused_forward,
+    fused_gradients,
+)
 from autopar.capture.counter_rng import keep_mask, random_bits
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What attention does besides its tensors; fields as in the module's text."""
-
-    causal: bool
-    q_start: int
-    scale: float
-    dropout_p: float
-    op_id: int
-    global_shape: Sequence[int]
-    offsets: Sequence[int]
 
 
 def attention_forward(
@@ -44,12 +37,9 @@ def attention_forward(
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Result (B, H, S, Dv) and ``lse`` (B, H, S)."""
-    if _fused_on_cpu(q, v, options):
-        bias = _float_bias(mask, q)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _rows(q), _rows(k), _rows(v), 0.0, options.causal, attn_mask=bias, scale=options.scale
-        )
-        return out, lse
+    kernel = choose_kernel(q, k, v, mask, options)
+    if kernel is not None:
+        return fused_forward(kernel, q, k, v, mask, options)
     scores = _scores(q, k, mask, options)
     lse = torch.logsumexp(scores, -1)
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
@@ -73,8 +63,10 @@ def attention_gradients(  # noqa: PLR0913  one per tensor of the operator
     need_dmask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and mask (empty unless ``need_dmask``); weights are recomputed."""
-    if not need_dmask and _fused_on_cpu(q, v, options):
-        return *_fused_gradients(do, q, k, v, o, lse, mask, options), q.new_empty(0)
+    kernel = None if need_dmask else choose_kernel(q, k, v, mask, options)
+    if kernel is not None:
+        fused = fused_gradients(kernel, do, q, k, v, o, lse, mask, options)
+        return *fused, q.new_empty(0)
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     grouped = (batch, kv_heads, heads // kv_heads * rows, -1)
@@ -99,59 +91,6 @@ def attention_gradients(  # noqa: PLR0913  one per tensor of the operator
     else:
         dmask = q.new_empty(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask
-
-
-def _fused_on_cpu(q: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> bool:
-    return (
-        q.device.type == "cpu"
-        and q.dtype != torch.float16
-        and options.dropout_p == 0
-        and not (options.causal and options.q_start != 0)
-        and q.shape[-1] == v.shape[-1]
-        and q.numel() > 0
-        and v.numel() > 0
-    )
-
-
-def _fused_gradients(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    # the backward kernel has no grouped form
-    k_all = k.repeat_interleave(group, 1) if group > 1 else k
-    v_all = v.repeat_interleave(group, 1) if group > 1 else v
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _rows(do), _rows(q), _rows(k_all), _rows(v_all), _rows(o), lse, 0.0, options.causal,
-        attn_mask=_float_bias(mask, q), scale=options.scale,
-    )  # fmt: skip
-    if group > 1:
-        dk = dk.unflatten(1, (kv_heads, group)).sum(2)
-        dv = dv.unflatten(1, (kv_heads, group)).sum(2)
-    return dq, dk, dv
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _float_bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-        return _four_dims(bias.masked_fill_(~mask, float("-inf")))
-    return _four_dims(mask.to(q.dtype))
-
-
-def _four_dims(mask: torch.Tensor) -> torch.Tensor:
-    return mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
 
 def _scores(

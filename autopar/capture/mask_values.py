@@ -6,7 +6,6 @@ are therefore evaluated on one copy along dims that are only repeated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
@@ -78,7 +77,9 @@ def _evaluate(graph: Graph, wanted: set[str]) -> dict[str, torch.Tensor]:
 def _elementwise(op: str, args: list[object], kwargs: dict[str, object]) -> torch.Tensor:
     """The operator on one copy of dims that every operand only repeats."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    shape = functools.reduce(broadcast, (tuple(t.shape) for t in tensors), ())
+    shape: tuple[int, ...] = ()
+    for tensor in tensors:
+        shape = broadcast(shape, tensor.shape)
     wide = [t.expand(shape) for t in tensors]
     repeated = [d for d in range(len(shape)) if all(w.stride(d) == 0 for w in wide)]
     slim = []

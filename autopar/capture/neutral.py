@@ -22,17 +22,20 @@ constant                 (values, shape, dtype) -> tensor
 
 ``attention`` is put into a model by :mod:`autopar.capture.interception`, so it alone needs
 autograd; the others replace torch's operators in the captured graph. The functions below may be
-called directly, which is faster than through the dispatcher.
+called directly, which is faster than through the dispatcher and leaves results as they are laid
+out; the operators give dense ones.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from autopar.capture.attention import AttentionOptions, attention_forward, attention_gradients
+from autopar.capture.attention import attention_forward, attention_gradients
+from autopar.capture.attention_kernels import AttentionOptions
 from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
 
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -229,7 +232,16 @@ def constant(
 
 
 def _define(name: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
-    operator = torch.library.custom_op(f"autopar::{name}", function, mutates_args=())
+    @functools.wraps(function)
+    def dense(*args: object, **kwargs: object) -> object:
+        # what the fakes promise to a compiler; kernels differ in the layout of their results
+        result = function(*args, **kwargs)
+        if isinstance(result, tuple):
+            return tuple(tensor.contiguous() for tensor in result)
+        assert isinstance(result, torch.Tensor)
+        return result.contiguous()
+
+    operator = torch.library.custom_op(f"autopar::{name}", dense, mutates_args=())
     operator.register_fake(fake)
 
 

@@ -10,7 +10,7 @@ from autopar.capture.calls import bind_call
 from autopar.capture.torch_ops import to_torch, torch_callable, torch_dtype
 from autopar.capture.tracing import Captured
 from autopar.errors import InputError
-from autopar.ir.graph import Graph, InputKind, Node, OutputKind
+from autopar.ir.graph import Graph, Input, InputKind, Node, OutputKind
 
 
 def run_graph(
@@ -57,7 +57,46 @@ def run_graph(
             assert isinstance(value, torch.Tensor), output
             name = f"{output.kind}:{output.target}"
             results[name] = results[name] + value if name in results else value
+    return _with_whole_gradients(graph, results)
+
+
+def _with_whole_gradients(
+    graph: Graph, results: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gradients of a parameter's parts joined under the parameter's name."""
+    parts: dict[str, list[Input]] = {}
+    for entry in graph.of_kind(InputKind.PARAM):
+        if entry.part is not None and f"{OutputKind.GRAD}:{entry.target}" in results:
+            parts.setdefault(entry.param, []).append(entry)
+    for name, entries in parts.items():
+        ordered = sorted(((e.part.start, e) for e in entries if e.part is not None), key=_start)
+        pieces = [results.pop(f"{OutputKind.GRAD}:{e.target}") for _, e in ordered]
+        dim = entries[0].part.dim if entries[0].part is not None else 0
+        results[f"{OutputKind.GRAD}:{name}"] = torch.cat(pieces, dim)
     return results
+
+
+def _start(pair: tuple[int, Input]) -> int:
+    return pair[0]
+
+
+def whole_parameters(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters by the user's name, parts joined.
+
+    Args:
+        graph: The program.
+        inputs: Values by input name, as :func:`bind_inputs` gives them.
+    """
+    found: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    for entry in graph.of_kind(InputKind.PARAM):
+        start, dim = (entry.part.start, entry.part.dim) if entry.part is not None else (0, 0)
+        found.setdefault(entry.param, []).append((start, dim, inputs[entry.name]))
+    return {
+        name: pieces[0][2]
+        if len(pieces) == 1
+        else torch.cat([p[2] for p in sorted(pieces, key=lambda p: p[0])], pieces[0][1])
+        for name, pieces in found.items()
+    }
 
 
 def _last_uses(graph: Graph) -> dict[int, list[str]]:
@@ -109,7 +148,10 @@ def bind_inputs(
         dtype = torch_dtype(entry.meta.dtype)
         match entry.kind:
             case InputKind.PARAM | InputKind.BUFFER:
-                value = state[entry.target].detach()
+                value = state[entry.param].detach()
+                if entry.part is not None:
+                    part = entry.part
+                    value = value.narrow(part.dim, part.start, part.stop - part.start)
             case InputKind.USER:
                 if entry.target not in user:
                     raise InputError(f"the call has no tensor {entry.target!r}: {sorted(user)}")

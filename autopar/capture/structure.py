@@ -69,7 +69,8 @@ def children_of(value: object) -> dict[object, object] | None:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple | list):
-        return dict(enumerate(value))
+        names = getattr(value, "_fields", None)  # of a named tuple
+        return dict(zip(names, value, strict=True)) if names else dict(enumerate(value))
     if is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     return None

@@ -121,6 +121,27 @@ class OutputKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A slice of a parameter that a program reads as an input of its own.
+
+    Attributes:
+        param: The parameter's first name.
+        dim: Sliced dim.
+        start: First index.
+        stop: One beyond the last index.
+    """
+
+    param: str
+    dim: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        """Such as ``h.0.attn.c_attn.weight[1, 0:32]``."""
+        return f"{self.param}[{self.dim}, {self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
     """A named input of a program.
 
@@ -132,6 +153,8 @@ class Input:
         meta: Shape and dtype; None for an integer (coordinates).
         requires_grad: Whether it is a trainable parameter.
         aliases: Other names of the same tensor (tied weights), in registration order.
+        part: The slice of a parameter that this input is; ``target`` is then its text, and so is
+            the target of its gradient.
     """
 
     name: str
@@ -140,6 +163,12 @@ class Input:
     meta: TensorMeta | None
     requires_grad: bool = False
     aliases: tuple[str, ...] = ()
+    part: Part | None = None
+
+    @property
+    def param(self) -> str:
+        """The user's name of the parameter, also for a part of it."""
+        return self.part.param if self.part is not None else self.target
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,11 @@ def describe_param_splits(
     result: dict[str, str] = {}
     for param in graph.of_kind(InputKind.PARAM):
         words = _describe(param, nodes, users, splits, axis)
-        if param.target in zero3_params:
+        if param.param in zero3_params:
             words = "sharded over dp (ZeRO-3)" if words == "replicated" else f"{words}, dp (ZeRO-3)"
-        result[param.target] = words
+        # the parts of a fused projection may be split differently
+        others = [result[param.param]] if param.param in result else []
+        result[param.param] = "; ".join(dict.fromkeys([*others, words]))
     return result
 
 

@@ -1,7 +1,7 @@
 """Cut a whole tensor into the ranks' blocks, and put blocks together again.
 
-Blocks are those of :mod:`autopar.sharding.placement`: ``ceil(size / n)`` along each sharded dim, the
-first axis outermost, what lies beyond the true size is zero.
+Blocks are those of :mod:`autopar.sharding.placement`: ``ceil(size / n)`` along each sharded dim,
+the first axis outermost, what lies beyond the true size is zero.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ class GradientNorm:
         distributed: Whether other ranks hold parameters or replicas.
     """
 
-    def __init__(
-        self, store: ParameterStore, *, device: torch.device, distributed: bool
-    ) -> None:
+    def __init__(self, store: ParameterStore, *, device: torch.device, distributed: bool) -> None:
         self._store = store
         self._device = device
         self.distributed = distributed
@@ -86,9 +84,7 @@ class GradientNorm:
         stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         stacked = stacked.to(self._device)
         total = (
-            self._largest(stacked)
-            if math.isinf(norm_type)
-            else self._power_sum(stacked, norm_type)
+            self._largest(stacked) if math.isinf(norm_type) else self._power_sum(stacked, norm_type)
         ).to(self._dtype)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(  # the type that torch.nn.utils.clip_grad_norm_ raises

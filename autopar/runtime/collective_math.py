@@ -35,7 +35,9 @@ def resolve(requests: Sequence[Collective]) -> list[torch.Tensor]:
             total = pad(reduce_in_order(tensors, first.op), first.dim, count)
             return [block.contiguous().clone() for block in total.chunk(count, first.dim)]
         case "all_to_all":
-            parts = [pad(t, first.scatter_dim, count).chunk(count, first.scatter_dim) for t in tensors]
+            parts = [
+                pad(t, first.scatter_dim, count).chunk(count, first.scatter_dim) for t in tensors
+            ]
             results = (torch.cat([p[i] for p in parts], first.dim) for i in range(count))
             return [
                 r.narrow(first.dim, 0, first.out_size).clone(memory_format=torch.contiguous_format)

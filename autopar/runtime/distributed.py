@@ -4,8 +4,8 @@ Collectives are issued asynchronously and waited for at their first use (the exe
 Gathers and scatters along a dim other than the first move that dim to the front, since the backends
 move contiguous blocks. Operands are never overwritten: an all_reduce works on a copy.
 
-Messages are sent asynchronously; the tensor is held until it has left. NCCL can tell when, gloo can't
-but by waiting, so that with gloo a thread waits.
+Messages are sent asynchronously; the tensor is held until it has left. NCCL can tell when, gloo
+can't but by waiting, so that with gloo a thread waits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Driver:
             case Collective():
                 return self._collective(request)
             case Send():
-                work = dist.isend(request.tensor, request.peer, group=self._pair(request.peer, sends=True))
+                work = dist.isend(
+                    request.tensor, request.peer, group=self._pair(request.peer, sends=True)
+                )
                 self._sends.hold(_started(work), request.tensor)
                 return None
             case PostRecv():
@@ -203,7 +205,7 @@ class _Polling:
 
 
 class _WaitingThread:
-    """Holds tensors until their sends are done, with a thread that waits for one after the other."""
+    """Holds tensors until their sends are done, with a thread that waits for each in turn."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[_Work, torch.Tensor] | None] = queue.SimpleQueue()

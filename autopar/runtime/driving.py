@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Generator
+from typing import Protocol, TypeVar
 
 from autopar.errors import PassError
-from autopar.runtime.requests import Running, WaitSends
+from autopar.runtime.requests import Request, WaitSends
+
+T = TypeVar("T")
 
 
 class Driver(Protocol):
     """Runs a step's generators on this rank."""
 
-    def run(self, running: Running) -> object:
+    def run(self, running: Generator[Request, object, T]) -> T:
         """Run to the end; gives what the generator returns."""
         ...
 
@@ -19,7 +22,7 @@ class Driver(Protocol):
 class LoneDriver:
     """One device: there is nobody to talk to."""
 
-    def run(self, running: Running) -> object:
+    def run(self, running: Generator[Request, object, T]) -> T:
         """Run to the end; gives what the generator returns."""
         try:
             request = next(running)
@@ -28,12 +31,13 @@ class LoneDriver:
                     raise PassError(f"a program of one device asks for {request}")
                 request = running.send(None)
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+            result: T = stop.value
+            return result
 
 
 class IdleDriver:
     """A rank beyond the mesh: it runs nothing."""
 
-    def run(self, running: Running) -> object:
+    def run(self, running: Generator[Request, object, T]) -> T:
         """Refuse."""
         raise PassError(f"an idle rank was given {running} to run")

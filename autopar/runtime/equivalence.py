@@ -1,9 +1,9 @@
 """Does a plan compute what one device computes? The criterion, and the check in simulation.
 
-Per tensor ``max|a - b| <= 1e-10 * max(max|b|, 1e-3 G)`` with ``b`` the reference and ``G`` the largest
-gradient of the model: some true gradients are zero, and rounding must not count against them. It is
-meant for the *promoted* program, in float64 throughout (:mod:`autopar.ir.promote`), on both sides.
-Where the reference has NaN or an infinity, the plan must have the same.
+Per tensor ``max|a - b| <= 1e-10 * max(max|b|, 1e-3 G)`` with ``b`` the reference and ``G`` the
+largest gradient of the model: some true gradients are zero, and rounding must not count against
+them. It is meant for the *promoted* program, in float64 throughout (:mod:`autopar.ir.promote`), on
+both sides. Where the reference has NaN or an infinity, the plan must have the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.capture.reference import run_graph
+from autopar.capture.reference import run_graph, whole_parameters
 from autopar.errors import EquivalenceError
 from autopar.ir.graph import Graph, InputKind, OutputKind
 from autopar.plan.actions import Action
@@ -179,9 +179,7 @@ def verify_programs(
         for name, value in expected.items()
         if not name.startswith("output ") or name in found  # others were not asked for
     }
-    gaps = compare(
-        found, wanted, largest_gradient=largest_gradient(grads), tolerance=tolerance
-    )
+    gaps = compare(found, wanted, largest_gradient=largest_gradient(grads), tolerance=tolerance)
     check_equal(gaps)
     return Equivalence(gaps, step)
 
@@ -192,6 +190,7 @@ def _by_target(
     table: dict[InputKind, dict[str, torch.Tensor]] = {kind: {} for kind in InputKind}
     for item in graph.inputs:
         table[item.kind][item.target] = values[item.name]
+    table[InputKind.PARAM] = whole_parameters(graph, values)
     return table
 
 

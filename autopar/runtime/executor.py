@@ -1,8 +1,8 @@
 """Run an emitted program as a generator: yield at each collective, free each value at its last use.
 
 :func:`flatten` turns an fx module into a flat list of steps over numbered slots; constants sit in
-slots of their own, so that most steps are ``slots[i] = function(*itemgetter(...)(slots))``. That costs
-a third of a microsecond per operator, beside some microseconds of the operator itself.
+slots of their own, so that most steps are ``slots[i] = function(*itemgetter(...)(slots))``. That
+costs a third of a microsecond per operator, beside some microseconds of the operator itself.
 
 Calls are boxed: :func:`execute` empties the list of inputs that it is given, so that a saved
 activation dies at its last use and not when the caller's frame ends.
@@ -190,7 +190,9 @@ def execute(
             slots[slot] = _arrived(slots[slot])
     except Exception as error:
         if step is not None:
-            error.add_note(f"while running {step.name} of {program.name}{_source(program, step.name)}")
+            error.add_note(
+                f"while running {step.name} of {program.name}{_source(program, step.name)}"
+            )
         raise
     return [None if slot < 0 else slots[slot] for slot in program.output_slots]  # type: ignore[misc]
 

@@ -1,12 +1,13 @@
 """One rank's failure ends all ranks, with the first error as the text that people read.
 
 A rank that fails leaves the others inside a collective, where no exception can reach them, for
-minutes or for ever. So every rank has a thread that watches a key-value store of its own:
+minutes or for ever. So every rank has a thread that watches a key-value store:
 
 * a rank that raises writes its error under one key; the first writer wins. The others print that
   error and end the process at once (``os._exit``): their main thread may be stuck in a backend;
-* every thread counts up its rank's heartbeat. Rank 0 watches all of them, the others watch rank 0. A
-  heart that stands still for :data:`SILENCE_S` belongs to a rank that was killed or stopped;
+* every thread counts up its rank's heartbeat. Rank 0 watches all of them, the others watch
+  rank 0. A heart that stands still for :data:`SILENCE_S` belongs to a rank that was killed or
+  stopped;
 * when a rank dies, its peers' collectives raise within milliseconds ("connection closed"). That is
   a consequence, so a rank that sees such an error waits for the cause before it speaks;
 * a rank that ends inside a step (``sys.exit``) fails; one that ends between steps while another one
@@ -34,6 +35,7 @@ from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from autopar.errors import RankError
 
@@ -47,13 +49,13 @@ KNOWN_S = 2.5
 GOODBYE_S = 3.0
 EXIT_CODE = 1
 MAX_TEXT_CHARS = 20_000
-_NONE = b"-"
+_NONE = "-"
 
 
 class FailFast:
     """The watch of one rank. Start it with :func:`fail_fast`."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
@@ -120,7 +122,7 @@ class FailFast:
             return
         self._thread.join(timeout=2 * POLL_S)
         with contextlib.suppress(RuntimeError), self._lock:
-            self._store.set(f"bye/{self.rank}", b"1")
+            self._store.set(f"bye/{self.rank}", "1")
             if self.rank != 0:
                 self._store.add("farewell", 1)
         if self.rank == 0:
@@ -130,9 +132,10 @@ class FailFast:
     def _write(self, origin: int, text: str) -> bool:
         """Write the error of rank ``origin`` unless another rank was first."""
         with self._lock:
-            mine = f"{self.rank} {origin}\n{text}".encode()
+            mine = f"{self.rank} {origin}\n{text}"
             try:
-                return self._store.compare_set("error", _NONE.decode(), mine.decode()) == mine
+                first: bytes = self._store.compare_set("error", _NONE, mine)
+                return first == mine.encode()
             except RuntimeError:  # the store is gone, and rank 0 with it
                 return False
 
@@ -181,7 +184,7 @@ class FailFast:
                 if time.monotonic() - lost_since_s > 2 * POLL_S:
                     self._end(0, "rank 0 is gone: it was killed, or its machine is lost")
                 continue
-            if error != _NONE:
+            if error.decode() != _NONE:
                 who, _, text = error.decode().partition("\n")
                 writer, origin = map(int, who.split())
                 if writer == self.rank:
@@ -190,7 +193,7 @@ class FailFast:
                 self._end(origin, text)
             now_s = time.monotonic()
             for rank, beat, bye in zip(self._watched, signs[::2], signs[1::2], strict=True):
-                self._judge(rank, beat, bye != _NONE, beats, left, now_s)
+                self._judge(rank, beat, bye.decode() != _NONE, beats, left, now_s)
 
     def _judge(
         self, rank: int, beat: bytes, has_left: bool, beats: dict[int, tuple[bytes, float]],
@@ -262,20 +265,29 @@ def fail_fast(*, timeout_s: float = 60.0) -> FailFast:
         timeout_s: How long to wait for the other ranks here.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    wait = timedelta(seconds=timeout_s)
     host = os.environ.get("MASTER_ADDR", "localhost")
-    found: list[object] = [None]
+    port: list[object] = [0]
     if rank == 0:
-        store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=wait, wait_for_workers=False)
+        store = _store(host, 0, is_master=True, timeout_s=timeout_s)
         store.set("error", _NONE)
         for other in range(world_size):
-            store.set(f"beat/{other}", b"0")
+            store.set(f"beat/{other}", "0")
             store.set(f"bye/{other}", _NONE)
-        found = [store.port]
-    dist.broadcast_object_list(found, src=0)
+        port = [store.port]
+    dist.broadcast_object_list(port, src=0)
     if rank != 0:
-        port = int(str(found[0]))
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False)  # fmt: skip
+        store = _store(host, int(str(port[0])), is_master=False, timeout_s=timeout_s)
     watch = FailFast(store, rank, world_size)
     watch.start()
     return watch
+
+
+def _store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
+    """A store of our own: the one of torch.distributed is busy with rendezvous."""
+    return TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )

@@ -13,6 +13,7 @@ from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import PassError
 from autopar.ir.graph import OutputKind
 from autopar.plan.types import PP_AXIS
+from autopar.runtime.collective_math import reduce_in_order
 from autopar.runtime.executor import execute
 from autopar.runtime.messages import receive
 from autopar.runtime.requests import Collective, Request, Running, Send, WaitSends
@@ -73,17 +74,11 @@ def join_microbatches(
         shape = local_shape(spec.meta.shape, spec.layout[1:], axis_sizes[1:])
         return torch.cat(ordered, placement.dim).narrow(placement.dim, 0, shape[placement.dim])
     if isinstance(placement, Partial):
-        reduce = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[placement.op]
-        total = ordered[0]
-        for value in ordered[1:]:
-            total = reduce(total, value)
-        return total
+        return reduce_in_order(ordered, placement.op)
     return ordered[-1]
 
 
-def _whole_loss(
-    step: RankStep, result: ResultSpec
-) -> Generator[Request, object, torch.Tensor]:
+def _whole_loss(step: RankStep, result: ResultSpec) -> Generator[Request, object, torch.Tensor]:
     value = None
     if step.mailbox.is_own(result.stage):
         parts = step.results[OutputKind.LOSS, result.target]
@@ -118,7 +113,7 @@ def _broadcast(
 
 
 def _finish_buffer(step: RankStep, result: ResultSpec) -> Running:
-    """Apply a mutation that waits for the end, and send it to the other stages that have the buffer."""
+    """Apply a mutation that waits for the end, and send it to the buffer's other stages."""
     name = result.target
     if step.mailbox.is_own(result.stage):
         parts = step.results.get((OutputKind.MUTATION, name))

@@ -1,8 +1,9 @@
 """Sum gradients over micro-batches in place, into memory that nobody else holds.
 
-A program may yield a gradient that is a view of another value, an expanded scalar, or one of its own
-inputs. Adding into such memory would change a saved activation, a message under way or another
-gradient. So the first gradient of a step is taken over only if its storage is its own; else copied.
+A program may yield a gradient that is a view of another value, an expanded scalar, or one of its
+own inputs. Adding into such memory would change a saved activation, a message under way or another
+gradient. So the first gradient of a step is taken over only if its storage is its own; else it is
+copied.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 One group per mesh axis for collectives, from a :class:`DeviceMesh` with the axes (pp, dp, tp). For
 messages:
 
-* NCCL has one two-rank group per *directed* pair of ranks. Operations of one communicator run in the
-  order of their issue, so that in a shared one two large sends that cross would wait for each other.
+* NCCL has one two-rank group per *directed* pair of ranks. Operations of one communicator run in
+  the order of their issue, so that in a shared one two large sends that cross would wait for each
+  other.
 * gloo sends on the world group: it keeps the order of each directed pair (measured, 50 messages of
   mixed sizes in flight) and both directions are independent, so more groups would buy nothing.
 """

@@ -29,7 +29,7 @@ class _Step(torch.autograd.Function):
     """Results of a step as functions of the parameters."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch declares *args
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         anchor: torch.Tensor,
         step: StepInFlight,
@@ -40,7 +40,7 @@ class _Step(torch.autograd.Function):
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
-    def backward(  # type: ignore[override]  # torch declares *grads
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
@@ -56,7 +56,7 @@ class _Closed(torch.autograd.Function):
     """An output that no gradient can flow into."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         anchor: torch.Tensor,
         value: torch.Tensor,
@@ -66,7 +66,7 @@ class _Closed(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
     ) -> tuple[None, None, None]:
         path = ctx.path  # type: ignore[attr-defined]
@@ -82,7 +82,9 @@ def as_functions(
     """``values`` with a ``grad_fn`` that asks ``step`` for the gradients of ``parameters``."""
     # ranks without parameters need a differentiable input too
     anchor = torch.zeros((), requires_grad=True)
-    results: tuple[torch.Tensor, ...] = _Step.apply(anchor, step, tuple(values), *parameters)
+    results: tuple[torch.Tensor, ...] = _Step.apply(  # type: ignore[no-untyped-call]
+        anchor, step, tuple(values), *parameters
+    )
     return results
 
 
@@ -91,5 +93,5 @@ def close(value: torch.Tensor, path: str) -> torch.Tensor:
     if not value.is_floating_point():
         return value
     anchor = torch.zeros((), requires_grad=True)
-    closed: torch.Tensor = _Closed.apply(anchor, value, path)
+    closed: torch.Tensor = _Closed.apply(anchor, value, path)  # type: ignore[no-untyped-call]
     return closed

@@ -63,10 +63,11 @@ def user_block(
     if tensor is None:
         raise InputError(f"call argument {name!r} is missing; the plan reads {sorted(local.users)}")
     _check(name, tensor, spec)
-    if coordinate[0] is None:
-        block = take_block(tensor, spec.layout[1:], coordinate[1:], local.axis_sizes[1:])
+    microbatch, dp, tp = coordinate
+    if microbatch is None:
+        block = take_block(tensor, spec.layout[1:], (dp, tp), local.axis_sizes[1:])
     else:
-        block = take_block(tensor, spec.layout, coordinate, local.axis_sizes)
+        block = take_block(tensor, spec.layout, (microbatch, dp, tp), local.axis_sizes)
     return block.to(device, non_blocking=True)
 
 

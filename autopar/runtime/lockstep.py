@@ -2,8 +2,9 @@
 
 Strict, or it could not see what NCCL does:
 
-* a collective needs all ranks of its group in the same collective, with equal kind, reduction, dims,
-  shape, dtype and operator; each rank blocks at it, so a group's collectives match in issue order;
+* a collective needs all ranks of its group in the same collective, with equal kind, reduction,
+  dims, shape, dtype and operator; each rank blocks at it, so a group's collectives match in issue
+  order;
 * the n-th message of a directed pair of ranks goes to the n-th receive posted for that pair. Labels
   don't match messages, but two that meet under different labels are an error: on a real transport
   the run would go on with wrong numbers;
@@ -110,7 +111,8 @@ def run_lockstep(
         for rank in state.running:
             state.advance(rank, None)
         while state.waiting:
-            if not any([state.try_answer(rank) for rank in sorted(state.waiting)]):
+            answered = [state.try_answer(rank) for rank in sorted(state.waiting)]
+            if not any(answered):
                 raise DeadlockError(state.text("the ranks wait for each other"))
     state.check_drained()
     return state.traffic
@@ -134,8 +136,9 @@ class _Lockstep:
         try:
             request = self.running[rank].send(answer)
             while isinstance(request, Send | PostRecv):
+                answer = None
                 if isinstance(request, Send):
-                    answer = self._sent(rank, request)
+                    self._sent(rank, request)
                 else:
                     answer = self._posted(rank, request)
                 request = self.running[rank].send(answer)
@@ -187,9 +190,9 @@ class _Lockstep:
             dtype = str(ticket.dtype).removeprefix("torch.")
             raise DeadlockError(
                 self.text(
-                    f"message {number} from rank {source} to rank {target} differs at its ends: sent "
-                    f"is {message.label!r} {describe(message.tensor)}, the receive posted is for "
-                    f"{ticket.label!r} {dtype}{list(ticket.shape)}"
+                    f"message {number} from rank {source} to rank {target} differs at its ends: "
+                    f"sent is {message.label!r} {describe(message.tensor)}, "
+                    f"the receive posted is for {ticket.label!r} {dtype}{list(ticket.shape)}"
                 )
             )
         # a copy: the ranks of a simulation must not share memory any more than real ones
@@ -209,7 +212,8 @@ class _Lockstep:
         """Raise if something was sent and never received, or the other way round."""
         for (source, target), channel in self._channels.items():
             if channel.matched < max(len(channel.sent), len(channel.posted)):
-                left = [m.label for m in (*channel.sent, *channel.posted)[channel.matched :]]
+                left = [m.label for m in channel.sent[channel.matched :]]
+                left += [t.label for t in channel.posted[channel.matched :]]
                 raise DeadlockError(
                     self.text(f"the step ended with messages from rank {source} to rank {target} "
                               f"left over: {left}")
@@ -257,7 +261,9 @@ class _Lockstep:
             case WaitRecv():
                 return f"waits for {request.label!r} from rank {request.peer}"
             case WaitSends():
-                return f"waits until its sends arrive: {', '.join(self._undelivered(rank)) or 'none'}"
+                return (
+                    f"waits until its sends arrive: {', '.join(self._undelivered(rank)) or 'none'}"
+                )
         return "waits for nothing"
 
 

@@ -39,8 +39,9 @@ class Slot:
     @property
     def table(self) -> dict[str, torch.Tensor | None]:
         """The module's own table."""
-        tables = self.module._parameters if self.is_parameter else self.module._buffers
-        return tables  # type: ignore[return-value]  # Parameter is a Tensor
+        if self.is_parameter:
+            return self.module._parameters  # type: ignore[return-value]  # Parameter is a Tensor
+        return self.module._buffers
 
     def put(self, tensor: torch.Tensor | None) -> None:
         """Replace the tensor; None keeps the name without a tensor."""
@@ -220,9 +221,7 @@ def draw(model: torch.nn.Module, tied: Tied, *, seed: int) -> torch.Tensor:
     return value
 
 
-def _draw_with(
-    model: torch.nn.Module, tied: Tied, slots: list[Slot], seed: int
-) -> torch.Tensor:
+def _draw_with(model: torch.nn.Module, tied: Tied, slots: list[Slot], seed: int) -> torch.Tensor:
     wanted = tied.slots[0]
     with _real_tensors(slots), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed_of(seed, tied.names[0]))

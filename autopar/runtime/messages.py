@@ -1,7 +1,7 @@
 """Values under way between stages: what was made, sent, announced and received.
 
-Messages of one directed pair of ranks keep the order of the action lists on both sides. Two stages on
-one rank hand values over without a message; their SEND and RECV actions do nothing.
+Messages of one directed pair of ranks keep the order of the action lists on both sides. Two stages
+on one rank hand values over without a message; their SEND and RECV actions do nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Mailbox:
             key = (source, target, kind, microbatch)
             if self.is_own(source):
                 if key not in self._made:
-                    raise PassError(f"{target}{kind.value}{microbatch} runs before {source}{kind.value}{microbatch}")  # fmt: skip
+                    reader, maker = (f"{s}{kind.value}{microbatch}" for s in (target, source))
+                    raise PassError(f"{reader} runs before {maker}, whose values it reads")
                 found.update(zip(names, self._made.pop(key), strict=True))
                 continue
             if key not in self._tickets:

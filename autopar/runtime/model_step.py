@@ -70,9 +70,7 @@ class ModelStep:
         self._differentiable = tuple(p for p, v in outputs.items() if v.is_floating_point())
         values = tuple(outputs[path] for path in self._differentiable)
         results = as_functions(self, values, parameters)
-        return self._result(
-            {**outputs, **dict(zip(self._differentiable, results, strict=True))}
-        )
+        return self._result({**outputs, **dict(zip(self._differentiable, results, strict=True))})
 
     def _result(self, values: Mapping[str, torch.Tensor]) -> object:
         captured = self._variant.captured
@@ -102,9 +100,7 @@ class ModelStep:
             session.drive(step.run(now))
             session.drive(finish(step))
             losses = dict(step.losses)
-            shared = session.drive(share_outputs(step))
-            assert isinstance(shared, dict)
-            outputs = shared
+            outputs = session.drive(share_outputs(step))
             session.apply_buffers(step.buffers)
             self._running = step
             if variant.backward and not self._later:
@@ -173,7 +169,7 @@ class ModelStep:
         return found
 
     def _run_again(self, tangent: float) -> None:
-        """Half precision: gradients made under another scale have lost what can't be scaled back."""
+        """Half precision: what another scale has lost can't be scaled back."""
         self._session.apply_buffers(self._buffers_before)
         self._gradients = None
         self._used_tangent = tangent

@@ -111,9 +111,7 @@ class CompiledModule(torch.nn.Module):
             norm_type: Order of the norm, above 0; ``float("inf")`` for the largest element.
             error_if_nonfinite: Raise if the norm is nan or infinite.
         """
-        return _session(self).norm.clip(
-            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        return _session(self).norm.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole, on the CPU of rank 0; empty on other ranks.
@@ -121,7 +119,9 @@ class CompiledModule(torch.nn.Module):
         Every rank must call it. One parameter at a time is whole.
         """
         session = _session(self)
-        return full_state(session.residents, session.planned_programs, session.plan.mesh, session.place)
+        return full_state(
+            session.residents, session.planned_programs, session.plan.mesh, session.place
+        )
 
     def load_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
@@ -168,8 +168,7 @@ def extend(model: torch.nn.Module, state: CompiledState) -> None:
 def _with_self(bound: Callable[..., object]) -> inspect.Signature:
     signature = inspect.signature(bound)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    kinds = [p for p in signature.parameters.values()]
-    return signature.replace(parameters=[owner, *kinds])
+    return signature.replace(parameters=[owner, *signature.parameters.values()])
 
 
 @contextlib.contextmanager
@@ -189,7 +188,10 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
 
 
 def bind(
-    model: torch.nn.Module, state: CompiledState, args: tuple[object, ...], kwargs: Mapping[str, object]
+    model: torch.nn.Module,
+    state: CompiledState,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> tuple[ModelCall, bool]:
     """The call with named arguments, and whether the loss function is part of it."""
     named = dict(kwargs)

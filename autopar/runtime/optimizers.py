@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import ConfigError
 from autopar.runtime.parameters import ParameterStore, StoredParameter, as_dtensor
-from autopar.torch_compat import watch_param_groups
+from autopar.torch_compat import watch_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,15 @@ class OptimizerGuard:
 
     Args:
         priced: Optimizer that the plan's memory was priced for, such as ``"adamw"``.
+
+    Attributes:
+        filler: On a rank without parameters: what an optimizer gets in their place, since torch
+            refuses an empty one. It has no elements and is in no state dict.
     """
 
     def __init__(self, priced: str) -> None:
         self._priced = priced
+        self.filler: torch.nn.Parameter | None = None
         self._store: ParameterStore | None = None
         self._names: dict[int, str] = {}
         self._stale = WeakIdKeyDictionary()
@@ -57,14 +62,22 @@ class OptimizerGuard:
             if guard is not None:
                 guard.on_group(optimizer)
 
+        def filler() -> torch.nn.Parameter | None:
+            guard = reference()
+            return None if guard is None else guard.filler
+
         handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, handle.remove)
-        weakref.finalize(self, watch_param_groups(on_group))
+        weakref.finalize(self, watch_optimizers(on_group, filler))
 
     def replace(self, old: Mapping[str, torch.nn.Parameter], store: ParameterStore) -> None:
         """Note that the parameters ``old`` (by first name) have given way to those of ``store``."""
         self._store = store
         self._names = store.by_identity()
+        if not len(store):
+            self.filler = torch.nn.Parameter(torch.zeros(0))
+            self.filler.grad = torch.zeros(0)  # a gradient scaler wants to have seen one
+            self._names[id(self.filler)] = ""
         for name, parameter in old.items():
             if id(parameter) not in self._names:
                 self._stale[parameter] = name
@@ -79,7 +92,7 @@ class OptimizerGuard:
             self._waiting.add(optimizer)
         elif optimizer not in self._named and self._holds_ours(optimizer):
             self._named.add(optimizer)
-            name_state(optimizer, weakref.ref(self._store))
+            name_state(optimizer, weakref.ref(self))
             self._check_kind(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -101,6 +114,17 @@ class OptimizerGuard:
             self._repoint(optimizer)
         self.on_group(optimizer)
 
+    @property
+    def store(self) -> ParameterStore:
+        """The compiled model's parameters on this rank."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """``id`` of each parameter -> first name; "" for :attr:`filler`."""
+        return self._names
+
     def _holds_stale(self, optimizer: Optimizer) -> bool:
         return any(p in self._stale for group in optimizer.param_groups for p in group["params"])
 
@@ -117,7 +141,7 @@ class OptimizerGuard:
             kept: list[torch.nn.Parameter] = []
             kept_labels: list[str] = []
             for position, parameter in enumerate(group["params"]):
-                name = self._stale.get(parameter)
+                name = self._stale.get(parameter)  # type: ignore[no-untyped-call]
                 if name is not None:
                     item = self._store.get(name)
                     if item is None:  # another stage's
@@ -144,17 +168,17 @@ class OptimizerGuard:
             )
 
 
-def name_state(optimizer: Optimizer, store: weakref.ref[ParameterStore]) -> None:
+def name_state(optimizer: Optimizer, guard: weakref.ref[OptimizerGuard]) -> None:
     """Key the optimizer's state dict by parameter name, in both directions."""
 
     def after_save(owner: Optimizer, state_dict: StateDict) -> StateDict | None:
-        current = store()
+        current = guard()
         if current is None or _called_by_checkpoint_api():
             return None
-        return _to_names(owner, state_dict, current.by_identity())
+        return _to_names(owner, state_dict, current.names)
 
     def before_load(owner: Optimizer, state_dict: StateDict) -> StateDict | None:
-        current = store()
+        current = guard()
         return None if current is None else _to_positions(owner, state_dict, current)
 
     optimizer.register_state_dict_post_hook(after_save)
@@ -173,32 +197,30 @@ def _called_by_checkpoint_api() -> bool:
     return False
 
 
-def _to_names(
-    optimizer: Optimizer, state_dict: StateDict, names: Mapping[int, str]
-) -> StateDict:
+def _to_names(optimizer: Optimizer, state_dict: StateDict, names: Mapping[int, str]) -> StateDict:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     keys: dict[object, object] = {
         position: names.get(id(parameter), position) for position, parameter in enumerate(held)
     }
     groups = state_dict["param_groups"]
     state = state_dict["state"]
-    assert isinstance(groups, list) and isinstance(state, dict)
+    assert isinstance(groups, list)
+    assert isinstance(state, dict)
     for group in groups:
-        group["params"] = [keys[key] for key in group["params"]]
-    return {**state_dict, "state": {keys.get(key, key): value for key, value in state.items()}}
+        group["params"] = [keys[key] for key in group["params"] if keys[key] != ""]
+    named = {keys.get(key, key): value for key, value in state.items()}
+    return {**state_dict, "state": {key: value for key, value in named.items() if key != ""}}
 
 
-def _to_positions(
-    optimizer: Optimizer, state_dict: StateDict, store: ParameterStore
-) -> StateDict:
+def _to_positions(optimizer: Optimizer, state_dict: StateDict, guard: OptimizerGuard) -> StateDict:
     """A state dict with names as torch's ``load_state_dict`` wants it: keyed by position."""
-    names = store.by_identity()
     groups = state_dict["param_groups"]
     state = state_dict["state"]
-    assert isinstance(groups, list) and isinstance(state, dict)
+    assert isinstance(groups, list)
+    assert isinstance(state, dict)
     known = {key for group in groups for key in group["params"]}
     if known and not any(isinstance(key, str) for key in known):
-        _check_positions(len(known), optimizer, store)
+        _check_positions(len(known), optimizer, guard.store)
         return state_dict
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(
@@ -211,13 +233,13 @@ def _to_positions(
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         first = position
         for parameter in group["params"]:
-            name = names.get(id(parameter), position)
-            if name not in known:
+            name = guard.names.get(id(parameter), position)
+            if name not in known and name != "":
                 raise ConfigError(
                     f"optimizer state dict has no parameter {name!r}; it lists {len(known)} others"
                 )
             if name in state:
-                new_state[position] = _localised(state[name], store.get(str(name)))
+                new_state[position] = _localised(state[name], guard.store.get(str(name)))
             position += 1
         new_groups.append({**saved, "params": list(range(first, position))})
     return {**state_dict, "state": new_state, "param_groups": new_groups}
@@ -251,5 +273,3 @@ def _cut(value: object, item: StoredParameter | None) -> object:
         value = value.full_tensor()
     local = item.block.of(value).to(item.padded.device).clone()
     return as_dtensor(local, item.spec, parameter.device_mesh)
-
-

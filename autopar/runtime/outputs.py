@@ -92,7 +92,7 @@ def build_result(spec: Structure, values: Mapping[str, torch.Tensor]) -> object:
     kind = type(result)
     fields = getattr(kind, "__dataclass_fields__", None)
     if fields and isinstance(result, Mapping) and _has_missing(result):
-        result.__class__ = _guarded_class(kind)
+        result.__class__ = _guarded_class(kind)  # type: ignore[arg-type]
     return result
 
 
@@ -101,20 +101,16 @@ def _has_missing(result: Mapping[object, object]) -> bool:
 
 
 @cache
-def _guarded_class(kind: type) -> type:
+def _guarded_class(kind: type[Mapping[object, object]]) -> type:
     """``kind`` whose fields raise on access when they hold a :class:`NotGathered`."""
+    base_attribute: Callable[[object, str], object] = kind.__getattribute__
+    base_item = kind.__getitem__
 
     def read_attribute(self: object, name: str) -> object:
-        value = kind.__getattribute__(self, name)
-        if isinstance(value, NotGathered):
-            value.refuse()
-        return value
+        return _given(base_attribute(self, name))
 
-    def read_item(self: object, key: object) -> object:
-        value = kind.__getitem__(self, key)  # type: ignore[attr-defined]  # a mapping
-        if isinstance(value, NotGathered):
-            value.refuse()
-        return value
+    def read_item(self: Mapping[object, object], key: object) -> object:
+        return _given(base_item(self, key))
 
     return type(
         kind.__name__,
@@ -127,3 +123,9 @@ def _guarded_class(kind: type) -> type:
             "__doc__": kind.__doc__,
         },
     )
+
+
+def _given(value: object) -> object:
+    if isinstance(value, NotGathered):
+        value.refuse()
+    return value

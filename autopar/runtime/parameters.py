@@ -114,7 +114,7 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def device_placements(layout: Layout) -> tuple[DPlacement, ...]:
-    """torch's placements of a storage layout (its axes dp and tp)."""
+    """Placements in torch's types of a storage layout (its axes dp and tp)."""
     return tuple(DShard(p.dim) if isinstance(p, Shard) else DReplicate() for p in layout)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -32,16 +33,16 @@ from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.place import Place
-from autopar.runtime.requests import Running
+from autopar.runtime.requests import Request
 from autopar.runtime.surgery import Residents
 from autopar.runtime.variants import (
     Variant,
-    check_same_storage,
     make_variant,
     transfer,
 )
 from autopar.sharding.programs import LocalPrograms
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOSS_BATCH = "loss_batch"
@@ -88,7 +89,7 @@ class Session:
         watch: Ends all ranks when one fails; None in a plain process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # made in one place
         self,
         *,
         plan: Plan,
@@ -181,16 +182,15 @@ class Session:
             )
             variant = make_variant(
                 captured, decisions, self.plan, rank=self.place.rank,
-                device=self.place.device, backward=backward,
+                device=self.place.device, backward=backward, planned=self._planned.local,
             )  # fmt: skip
         except (CaptureError, ShardingError, PassError) as error:
             if not changed:
                 raise
             raise InputError(
                 f"the batch has {'; '.join(changed)}, and the plan can't be used for it "
-                f"({error}); pass the global batch that the model was compiled for, or compile again"
+                f"({error}); pass the global batch that it was compiled for, or compile again"
             ) from error
-        check_same_storage(self._planned.local, variant.local)
         if changed and is_larger(tensors, metas):
             logger.warning(
                 "batch has %s: larger than planned, memory is not promised", "; ".join(changed)
@@ -220,15 +220,13 @@ class Session:
                 )
 
     # ------------------------------------------------------------ steps
-    def drive(self, running: Running) -> object:
+    def drive(self, running: Generator[Request, object, T]) -> T:
         """Run a generator of a step to its end."""
         watched = nullcontext() if self._watch is None else self._watch.step(f"step {self.step}")
         with watched, torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             return self._driver.run(running)
 
-    def inputs(
-        self, variant: Variant, tensors: Mapping[str, torch.Tensor], key: int
-    ) -> StepInputs:
+    def inputs(self, variant: Variant, tensors: Mapping[str, torch.Tensor], key: int) -> StepInputs:
         """What a step on this rank reads."""
         device = self.place.device
         constants = variant.captured.constants

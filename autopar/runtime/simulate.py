@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from autopar.errors import EquivalenceError
+from autopar.ir.graph import OutputKind
 from autopar.plan.actions import Action
 from autopar.plan.types import MeshShape
 from autopar.runtime.blocks import assemble, take_block
@@ -21,6 +22,7 @@ from autopar.runtime.step import RankStep
 from autopar.sharding.placement import Layout, Shard
 from autopar.sharding.programs import LocalPrograms
 
+GRADIENT_FLOOR_FRACTION = 1e-3
 REPLICA_TOLERANCE = 1e-12
 """Largest difference between replicas, relative to the largest element: float64 rounding."""
 
@@ -37,7 +39,8 @@ class SimulatedStep:
         traffic: Collectives and messages.
         peak_saved_bytes: Per rank, most bytes held between F and B.
         replica_gap: Largest difference between ranks that hold the same values, over all losses,
-            gradients, buffers and outputs, relative to the largest element.
+            gradients, buffers and outputs, relative to the largest element (of a gradient: at least
+            to a thousandth of the largest gradient).
     """
 
     losses: Mapping[str, torch.Tensor]
@@ -54,7 +57,7 @@ class SimulatedStep:
         return next(iter(self.losses.values()))
 
 
-def simulate_step(
+def simulate_step(  # noqa: PLR0913 - a step has that many parts
     programs: LocalPrograms,
     mesh: MeshShape,
     actions: Sequence[Sequence[Action]],
@@ -139,14 +142,18 @@ def _together(
 ) -> SimulatedStep:
     gaps: dict[str, float] = {"nothing": 0.0}
     grads = {}
-    for name, param in programs.params.items():
-        pp = mesh.pipeline_rank(param.owner)
-        ranks = [mesh.rank_of(pp, dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
-        if all(name in steps[r].gradients[param.owner] for r in ranks):
-            blocks = {steps[r].dp_tp: steps[r].gradients[param.owner][name] for r in ranks}
-            grads[name], gaps[f"gradient of {name}"] = _whole(
-                blocks, param.meta.shape, param.storage[1:], mesh
-            )
+    blocks_of = {
+        name: blocks
+        for name, param in programs.params.items()
+        if (blocks := _gradient_blocks(steps, name, param.owner))
+    }
+    every = [b for blocks in blocks_of.values() for b in blocks.values()]
+    floor = GRADIENT_FLOOR_FRACTION * max(map(_largest, every), default=0.0)
+    for name, blocks in blocks_of.items():
+        param = programs.params[name]
+        grads[name], gaps[f"gradient of {name}"] = _whole(
+            blocks, param.meta.shape, param.storage[1:], mesh, floor
+        )
     losses = {}
     for path in steps[0].losses:
         losses[path] = steps[0].losses[path]
@@ -159,7 +166,7 @@ def _together(
             buffers[name] = copies[0]
             gaps[f"buffer {name}"] = _gap(copies)
     made = {}
-    specs = {r.target: r.spec for r in programs.results if r.kind == "output"}
+    specs = {r.target: r.spec for r in programs.results if r.kind is OutputKind.OUTPUT}
     for path, spec in specs.items():
         for pp in range(mesh.pp):
             blocks = {s.dp_tp: outputs[s.rank][path] for s in steps if s.pp == pp}
@@ -183,35 +190,53 @@ def _together(
     )
 
 
+def _gradient_blocks(
+    steps: Sequence[RankStep], name: str, owner: int
+) -> dict[tuple[int, int], torch.Tensor]:
+    """A parameter's gradient on the ranks of its stage, by (dp, tp); empty if there is none."""
+    sums = {s.dp_tp: s.gradients[owner] for s in steps if s.mailbox.is_own(owner)}
+    return {at: total[name] for at, total in sums.items() if name in total}
+
+
 def _whole(
     blocks: Mapping[tuple[int, int], torch.Tensor],
     shape: Sequence[int],
     layout: Layout,
     mesh: MeshShape,
+    floor: float = 0.0,
 ) -> tuple[torch.Tensor, float]:
     """The whole tensor from the blocks by (dp, tp), and the largest gap between replicas."""
 
-    def key(dp: int, tp: int) -> tuple[int, ...]:
-        at = zip(layout, (dp, tp), strict=True)
-        return tuple(p if isinstance(placement, Shard) else 0 for placement, p in at)
+    def first(dp: int, tp: int) -> tuple[int, int]:
+        """Where the first replica of a block is."""
+        return (
+            dp if isinstance(layout[0], Shard) else 0,
+            tp if isinstance(layout[1], Shard) else 0,
+        )
 
-    def gap_at(dp: int, tp: int) -> float:
-        first = key(dp, tp)
-        return _gap([blocks[dp, tp], blocks[first[0], first[1]]])
-
-    gap = max(gap_at(dp, tp) for dp, tp in product(range(mesh.dp), range(mesh.tp)))
+    gap = max(
+        _gap([blocks[first(dp, tp)], blocks[dp, tp]], floor)
+        for dp, tp in product(range(mesh.dp), range(mesh.tp))
+    )
     whole = assemble(lambda at: blocks[at[0], at[1]], shape, layout, (mesh.dp, mesh.tp))
     return whole, gap
 
 
-def _gap(copies: Sequence[torch.Tensor]) -> float:
-    """Largest difference from the first copy, relative to the largest element; NaNs agree."""
-    first = copies[0].double()
-    scale = max(float(first.abs().nan_to_num(0.0, 0.0, 0.0).max()) if first.numel() else 0.0, 1e-300)
+def _largest(tensor: torch.Tensor) -> float:
+    """Largest finite absolute element."""
+    if tensor.numel() == 0:
+        return 0.0
+    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def _gap(copies: Sequence[torch.Tensor], floor: float = 0.0) -> float:
+    """Largest difference from the first copy, relative to its largest element; NaNs agree."""
+    first = copies[0]
     worst = 0.0
     for copy in copies[1:]:
-        same = (copy == copies[0]) | (copy.isnan() & copies[0].isnan())
+        same = (copy == first) | (copy.isnan() & first.isnan())
         if not bool(same.all()):
-            difference = (copy.double() - first).abs()
-            worst = max(worst, float(difference.nan_to_num(float("inf")).max()) / scale)
-    return worst
+            difference = torch.where(same, 0.0, (copy.double() - first.double()).abs())
+            worst = max(worst, float(difference.nan_to_num(float("inf")).max()))
+    scale = max(_largest(first), floor)
+    return 0.0 if worst == 0.0 else worst / scale if scale > 0.0 else float("inf")

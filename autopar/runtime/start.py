@@ -26,7 +26,7 @@ from autopar.runtime.surgery import move_in
 from autopar.runtime.variants import make_variant
 
 
-def start_session(
+def start_session(  # noqa: PLR0913
     model: torch.nn.Module,
     call: ModelCall,
     captured: Captured,

@@ -1,7 +1,7 @@
 """One rank's training step: the interpreter of its action list.
 
 :class:`RankStep` holds what is alive during a step. Its methods that do something are generators:
-they yield requests (:mod:`autopar.runtime.requests`) and a driver answers. Which value lives how long:
+they yield requests (:mod:`autopar.runtime.requests`) and a driver answers. What lives how long:
 
 * a saved value from F to B of its micro-batch, and inside B until its last use;
 * a received value until the F or B that reads it, or until B where B reads it too;

@@ -18,13 +18,15 @@ from autopar.capture.tracing import Captured
 from autopar.errors import InputError, PlanError
 from autopar.ir.graph import Graph, Phase
 from autopar.plan.actions import Action
-from autopar.plan.schedule import action_lists, compute_order, forward_order
+from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
 from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.load import LoadedPrograms, load
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.placement import format_layout
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
+from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ def make_variant(
     rank: int,
     device: torch.device,
     backward: bool,
+    planned: LocalPrograms | None = None,
 ) -> Variant:
     """Localize, emit and schedule a captured call.
 
@@ -64,18 +67,40 @@ def make_variant(
         rank: This rank; one beyond the mesh is idle.
         device: Where it computes.
         backward: Whether gradients are wanted.
+        planned: Programs of the planned call, if this is another one: they say where parameters
+            rest.
     """
     mesh = plan.mesh
     local = localize(captured.graph, decisions, signatures_of(captured.graph))
+    if planned is not None:
+        local = with_storage_of(planned, local)
     if rank >= mesh.num_ranks:
-        return Variant(
-            captured=captured, local=local, loaded=None, actions=(), backward=backward
-        )
-    count = plan.num_microbatches
+        return Variant(captured=captured, local=local, loaded=None, actions=(), backward=backward)
+    lists = schedule_actions(local, plan, backward=backward, has_loss=captured.has_loss)
+    pp = mesh.coordinate(rank)[0]
+    own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
+    loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
+    return Variant(
+        captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward
+    )
+
+
+def schedule_actions(
+    local: LocalPrograms, plan: Plan, *, backward: bool, has_loss: bool
+) -> ActionLists:
+    """Action list of every pipeline rank.
+
+    Args:
+        local: The programs.
+        plan: Gives mesh and schedule.
+        backward: Whether gradients are wanted.
+        has_loss: Whether the program has its loss; else all forwards come before all backwards.
+    """
+    mesh, count = plan.mesh, plan.num_microbatches
     if not backward:
         order = forward_order(mesh.pp, mesh.virtual, count)
     else:
-        kind = plan.schedule if captured.has_loss else ScheduleKind.GPIPE
+        kind = plan.schedule if has_loss else ScheduleKind.GPIPE
         order = compute_order(kind, mesh.pp, mesh.virtual, count)
     tied = {
         (spec.owner, stage)
@@ -83,19 +108,13 @@ def make_variant(
         for stage in spec.stages
         if stage != spec.owner
     }
-    lists = action_lists(
+    return action_lists(
         order,
         mesh,
         forward_edges=local.forward_edges,
         backward_edges=local.backward_edges if backward else (),
         tied=sorted(tied),
         zero_levels=[stage.zero_level for stage in plan.stages],
-    )
-    pp = mesh.coordinate(rank)[0]
-    own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
-    loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
-    return Variant(
-        captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward
     )
 
 
@@ -116,15 +135,24 @@ def transfer(
     renamed = match_operators(old, new)
     same_inputs = {entry.name for entry in old.inputs} & {entry.name for entry in new.inputs}
     renamed.update((name, name) for name in same_inputs)
-    tp = {renamed[n]: c for n, c in decisions.choices.get(TP_AXIS, {}).items() if n in renamed}
+    signatures = signatures_of(new)
     splits = split_data_axes(
         new,
-        signatures_of(new),
+        signatures,
         num_microbatches=decisions.axis_sizes[0],
         dp=decisions.axis_sizes[1],
         microbatch_statistics=microbatch_statistics,
     )
-    choices: dict[str, Mapping[str, Choice]] = {**splits.choices, TP_AXIS: tp}
+    choices: dict[str, Mapping[str, Choice]] = dict(splits.choices)
+    tp: dict[str, Choice] = {}
+    for name, choice in decisions.choices.get(TP_AXIS, {}).items():
+        target = renamed.get(name)
+        if target is not None and (
+            not isinstance(choice, AxisStrategy)
+            or _is_legal(target, choice, signatures.get(target), splits.choices, decisions)
+        ):
+            tp[target] = choice
+    choices[TP_AXIS] = tp
     return replace(
         decisions,
         choices=choices,
@@ -133,10 +161,32 @@ def transfer(
     )
 
 
+def _is_legal(
+    name: str,
+    strategy: AxisStrategy,
+    signature: OpSignature | None,
+    data: Mapping[str, Mapping[str, Choice]],
+    decisions: Decisions,
+) -> bool:
+    """Whether an operator of other sizes, split over the data axes, can be split so over ``tp``."""
+    if signature is None:
+        return False
+    others = [
+        (other, decisions.size(axis))
+        for axis, table in data.items()
+        if isinstance(other := table.get(name), AxisStrategy)
+    ]
+    lowerings = {other.lowering for other, _ in others}
+    divide = parts_by_factor(signature, others)
+    if strategy.lowering and lowerings - {"", strategy.lowering}:
+        return False
+    return strategy in axis_strategies(signature, decisions.size(TP_AXIS), divide=divide)
+
+
 def match_operators(old: Graph, new: Graph) -> dict[str, str]:
     """Operators of ``old`` -> their namesakes in ``new``.
 
-    Names number the operators of the whole program, so that an operator less shifts all that follow.
+    Names number the operators of the whole program: one operator less shifts all that follow.
     The n-th operator of a kind in a module, in the same pass, is taken for the same.
     """
     places = {place: name for name, place in _places(new)}
@@ -155,7 +205,9 @@ def _transfer_firsts(
     firsts: tuple[str, ...], old: Graph, renamed: Mapping[str, str], new: Graph
 ) -> tuple[str, ...]:
     """For each stage its first operator that the new program has too."""
-    order = [node.name for node in old.nodes if node.phase is Phase.FORWARD and node.op != "getitem"]
+    order = [
+        node.name for node in old.nodes if node.phase is Phase.FORWARD and node.op != "getitem"
+    ]
     moved: list[str] = []
     for first in firsts:
         later = order[order.index(first) :]
@@ -169,17 +221,24 @@ def _transfer_firsts(
     return tuple(moved)
 
 
-def check_same_storage(planned: LocalPrograms, other: LocalPrograms) -> None:
-    """Refuse programs that want parameters stored elsewhere or otherwise.
+def with_storage_of(planned: LocalPrograms, other: LocalPrograms) -> LocalPrograms:
+    """``other`` with parameters resting where ``planned`` has put them.
+
+    A stage that uses a parameter of an earlier one borrows it, as a tied weight.
 
     Raises:
-        InputError: Some parameter has another owner or layout.
+        InputError: Some parameter would have to be stored in another layout.
     """
+    params = {}
     for name, spec in other.params.items():
         home = planned.params.get(name)
-        if home is None or (home.owner, home.storage) != (spec.owner, spec.storage):
+        if home is None or home.storage != spec.storage or home.owner > spec.owner:
             raise InputError(
                 f"this call needs parameter {name!r} on stage {spec.owner} as "
-                f"{spec.storage}, it is stored on stage {home.owner if home else None} as "
-                f"{home.storage if home else None}; compile the model for this call"
+                f"{format_layout(spec.storage)}, the planned one has it "
+                + (f"on stage {home.owner} as {format_layout(home.storage)}" if home else "nowhere")
+                + "; compile the model for this call"
             )
+        stages = tuple(sorted({home.owner, *spec.stages}))
+        params[name] = replace(spec, owner=home.owner, stages=stages)
+    return replace(other, params=params)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autopar.errors import ShardingError
 from autopar.ir.graph import (
     Graph,
-    Input,
     InputKind,
     Meta,
     Output,
@@ -17,9 +16,9 @@ from autopar.ir.graph import (
     TensorMeta,
 )
 from autopar.sharding.decisions import Decisions
-from autopar.sharding.emitter import Emitter
 from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
-from autopar.sharding.placement import Layout, R, Varying, local_shape
+from autopar.sharding.parameters import Mover, param_spec, parameter_inputs
+from autopar.sharding.placement import Layout, R, Varying
 from autopar.sharding.programs import (
     AXES,
     LocalPrograms,
@@ -32,7 +31,6 @@ from autopar.sharding.rules import Memo, Registry, default_registry
 from autopar.sharding.signature import OpSignature
 from autopar.sharding.split import Halves, assemble, split_forward_backward
 from autopar.sharding.stages import StageDemand, StageMap, assign_stages, stage_demands
-from autopar.sharding.storage import storage_layout
 
 EMPTY = Graph((), (), ())
 
@@ -111,11 +109,7 @@ class _Builder:
             forward_edges=forward_edges,
             backward_edges=backward_edges,
             edge_metas=self._edge_metas(),
-            grads={
-                (body.index, target): TensorSpec(self._param_meta(target), self._full(layout))
-                for body in self.bodies
-                for target, (_, layout) in body.grads.items()
-            },
+            grads=self._grads(params),
             saved={body.index: half.saved for body, half in zip(self.bodies, halves, strict=True)},
             unruled=tuple(
                 f"{n.op} at {n.source or n.name}"
@@ -128,15 +122,6 @@ class _Builder:
     def _full(self, layout: Layout) -> Layout:
         by_axis = dict(zip(self.decisions.axes, layout, strict=True))
         return tuple(by_axis.get(a, R) for a in AXES)
-
-    def _param_meta(self, target: str) -> TensorMeta:
-        entry = self._param_inputs()[target]
-        if entry.meta is None:
-            raise ShardingError(f"parameter {target!r} has no shape")
-        return entry.meta
-
-    def _param_inputs(self) -> dict[str, Input]:
-        return {i.target: i for i in self.graph.of_kind(InputKind.PARAM)}
 
     def _has_varying(self) -> bool:
         return any(
@@ -182,6 +167,17 @@ class _Builder:
                     )
                 )
         return tuple(specs)
+
+    def _grads(self, params: Mapping[str, ParamSpec]) -> dict[tuple[int, str], TensorSpec]:
+        found = {}
+        for body in self.bodies:
+            for spec in params.values():
+                targets = [p.target for p in spec.parts] or [spec.name]
+                for target in targets:
+                    if target in body.grads:
+                        layout = self._full(body.grads[target][1])
+                        found[body.index, spec.name] = TensorSpec(spec.meta, layout)
+        return found
 
     # -- edges -------------------------------------------------------------------------------------
     def _edges(
@@ -232,33 +228,24 @@ class _Builder:
         )
 
     def _params(self, halves: list[Halves]) -> dict[str, ParamSpec]:
-        used: dict[str, set[int]] = {}
+        entries = parameter_inputs(self.graph)
+        used: dict[str, set[int]] = {name: set() for name in entries}
+        by_target = {i.target: i.param for i in self.graph.of_kind(InputKind.PARAM)}
+        inputs = self.graph.input_map()
         for body, half in zip(self.bodies, halves, strict=True):
             read = {r for n in (*half.forward, *half.backward) for r in n.refs()}
             read |= {ref.name for _, _, ref, _ in body.results} | set(half.saved)
             for target in body.grads:
-                used.setdefault(target, set()).add(body.index)
+                used[by_target[target]].add(body.index)
             for name in body.read_inputs:
-                entry = self.graph.input_map()[name] if name in read else None
-                if entry is not None and entry.kind is InputKind.PARAM:
-                    used.setdefault(entry.target, set()).add(body.index)
+                if name in read and inputs[name].kind is InputKind.PARAM:
+                    used[inputs[name].param].add(body.index)
+        levels = self.decisions.zero_levels
         specs = {}
-        for target, entry in self._param_inputs().items():
-            stages = tuple(sorted(used.get(target, ()))) or (0,)
-            levels = self.decisions.zero_levels
+        for name, parts in entries.items():
+            stages = tuple(sorted(used[name])) or (0,)
             level = levels[stages[0]] if stages[0] < len(levels) else 0
-            compute = self.layouts.full(entry.name)
-            meta = self._param_meta(target)
-            specs[target] = ParamSpec(
-                name=target,
-                aliases=entry.aliases,
-                meta=meta,
-                requires_grad=entry.requires_grad,
-                owner=stages[0],
-                stages=stages,
-                storage=storage_layout(meta, compute, self.decisions.size("dp"), level),
-                compute=compute,
-            )
+            specs[name] = param_spec(name, parts, stages, level, self.layouts, self.decisions)
         return specs
 
     def _programs(
@@ -323,49 +310,29 @@ class _Builder:
         )
         return assemble(tuple(body.prologue.nodes), outputs, describe)
 
-    def _space_emitter(self) -> tuple[Emitter, tuple[int, ...]]:
-        """An emitter over the axes in space, and their positions in a full layout."""
-        axes = tuple(a for a in self.decisions.axes if a != "mb")
-        sizes = tuple(self.decisions.size(a) for a in axes)
-        return Emitter(axes, sizes), tuple(AXES.index(a) for a in axes)
-
-    def _move(
-        self, kind: OutputKind, items: list[tuple[str, TensorMeta, Layout, Layout, InputKind]]
-    ) -> Graph:
-        """A program that reshards named tensors: (target, true meta, from, to, input kind)."""
-        emitter, places = self._space_emitter()
-        describe: dict[str, tuple[InputKind, str, Meta]] = {}
-        outputs = []
-        for index, (target, meta, have, want, input_kind) in enumerate(items):
-            now, then = (tuple(layout[p] for p in places) for layout in (have, want))
-            local = TensorMeta(local_shape(meta.shape, now, emitter.sizes), meta.dtype)
-            name = f"{kind.value}_{index}"
-            emitter.origin = None
-            ref = emitter.reshard(emitter.bind(name, local), meta.shape, now, then)
-            describe[name] = (input_kind, target, local)
-            outputs.append(Output(kind, target, ref))
-        return assemble(tuple(emitter.nodes), tuple(outputs), describe)
+    def _mover(self) -> Mover:
+        return Mover(self.decisions)
 
     def _unshard(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
-        items = [
-            (p.name, p.meta, p.storage, p.compute, InputKind.PARAM)
-            for p in params.values()
-            if body.index in p.stages
-        ]
-        return self._move(OutputKind.PARAM, items)
+        mover = self._mover()
+        for spec in params.values():
+            if body.index in spec.stages:
+                mover.unshard(spec)
+        return mover.program(OutputKind.PARAM)
 
     def _reduce(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
-        items = [
-            (t, params[t].meta, self._full(layout), params[t].storage, InputKind.GRAD)
-            for t, (_, layout) in body.grads.items()
-        ]
-        return self._move(OutputKind.GRAD, items)
+        mover = self._mover()
+        grads = {t: self._full(layout) for t, (_, layout) in body.grads.items()}
+        for spec in params.values():
+            mover.reduce(spec, grads)
+        return mover.program(OutputKind.GRAD)
 
     def _finish(self, body: StageBody) -> Graph:
-        items: list[tuple[str, TensorMeta, Layout, Layout, InputKind]] = []
+        mover = self._mover()
         values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         for kind, target, _, layout in body.results:
             if kind is OutputKind.LOSS:
                 meta = self.layouts.metas[values[kind, target]]
-                items.append((target, meta, self._full(layout), (R, R, R), InputKind.GRAD))
-        return self._move(OutputKind.LOSS, items)
+                ref = mover.bind(InputKind.GRAD, target, meta, self._full(layout))
+                mover.yields(target, mover.move(ref, meta, self._full(layout), (R, R, R)))
+        return mover.program(OutputKind.LOSS)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Graph, OutputKind, TensorMeta
+from autopar.ir.graph import Graph, OutputKind, Part, TensorMeta
 from autopar.sharding.placement import Layout
 
 AXES = ("mb", "dp", "tp")
@@ -46,6 +46,23 @@ class TensorSpec:
     layout: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class ParamPart:
+    """A slice of a parameter that programs read as a tensor of its own.
+
+    Attributes:
+        target: Its name in programs, such as ``"c_attn.weight[1, 0:32]"``.
+        part: What it is a slice of.
+        meta: Its true shape and dtype.
+        compute: Layout in which programs read it.
+    """
+
+    target: str
+    part: Part
+    meta: TensorMeta
+    compute: Layout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A parameter: where it is stored, in what layout, and who uses it.
@@ -59,7 +76,9 @@ class ParamSpec:
         stages: Every stage that uses it, the owner included. The others borrow its storage shard
             once per step and return their gradient once.
         storage: Layout at rest (``mb`` is always R).
-        compute: Layout in which programs read it.
+        compute: Layout in which programs read it; for a parameter in parts, a layout in which a
+            rank would hold as much of it as of its parts.
+        parts: The slices that programs read in its place, if any; in order, covering it.
     """
 
     name: str
@@ -70,6 +89,7 @@ class ParamSpec:
     stages: tuple[int, ...]
     storage: Layout
     compute: Layout
+    parts: tuple[ParamPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,9 +121,9 @@ def _shared(graph: Graph, placed: frozenset[str]) -> set[str]:
     tangents = {i.name for i in graph.of_kind(InputKind.TANGENT)}
     for node in graph.nodes:
         refs = node.refs()
-        if node.name not in placed:
-            shared.add(node.name)
-        elif node.op in VIEW_OPS and refs and all(r in shared and r not in tangents for r in refs):
+        if node.name not in placed or (
+            node.op in VIEW_OPS and refs and all(r in shared and r not in tangents for r in refs)
+        ):
             shared.add(node.name)
     return {n for n in shared if n not in mutated}
 

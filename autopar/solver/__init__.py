@@ -1,1 +1,1 @@
-"""Decides: splits, stages, recompute, schedule."""
+"""Decides: splits, cuts, recompute, schedule. See the README beside this file."""

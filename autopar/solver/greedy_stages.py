@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from autopar.solver.stages_problem import Option, StageProblem
 
 BISECTIONS = 40
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...
 def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
     problem = filler.problem
     high = sum(max(o.total_s for o in b.options) for b in problem.blocks)
+    high *= 1 + ROUNDING  # sums in another order differ in the last digits
     best = filler.fill(high)
     if best is None:
         return math.inf, None

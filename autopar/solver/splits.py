@@ -24,13 +24,15 @@ Source: the equality form after the transportation polytope, ours; sharing rows,
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
 from autopar.errors import InfeasibleError, Shortfall
 from autopar.sharding.decisions import Choice
-from autopar.sharding.placement import Layout, Placement, Replicate
+from autopar.sharding.placement import Layout, Replicate
 from autopar.solver.splits_problem import (
     Flow,
     SplitsProblem,
@@ -44,7 +46,7 @@ NODE_LIMIT = 2000  # work limit of SCIP: branch-and-bound nodes
 RELATIVE_GAP = 1e-7
 GUARD_S = 300.0
 
-Term = mathopt.Variable | mathopt.LinearBase | float
+Sum: TypeAlias = tuple[mathopt.Variable, ...]
 
 
 def solve_splits(
@@ -68,16 +70,21 @@ def solve_splits(
     if all(len(v.options) == 1 for v in problem.variables):
         return _only_choice(problem)
     program = _Program(problem)
-    if start is not None:
-        program.hint(start)
+    hints = [] if start is None else [program.hint(start)]
     parameters = mathopt.SolveParameters(
         threads=1,
         random_seed=0,
         node_limit=node_limit,
         relative_gap_tolerance=RELATIVE_GAP,
         time_limit=datetime.timedelta(seconds=guard_s),
+        presolve=mathopt.Emphasis.OFF,  # the relaxation is nearly integral: presolving costs more
     )
-    result = mathopt.solve(program.model, mathopt.SolverType.GSCIP, params=parameters)
+    result = mathopt.solve(
+        program.model,
+        mathopt.SolverType.GSCIP,
+        params=parameters,
+        model_params=mathopt.ModelSolveParameters(solution_hints=hints),
+    )
     if not result.has_primal_feasible_solution():
         raise _nothing_fits(problem, result.termination.reason.name)
     options = program.read(result)
@@ -145,9 +152,7 @@ def tp_choices(problem: SplitsProblem, options: Sequence[int]) -> dict[str, Choi
     return choices
 
 
-def options_of(
-    problem: SplitsProblem, choices: dict[str, Choice], *, default: Placement | None = None
-) -> tuple[int, ...] | None:
+def options_of(problem: SplitsProblem, choices: Mapping[str, Choice]) -> tuple[int, ...] | None:
     """The inverse of :func:`tp_choices`, or None if a choice is not in the problem's menus."""
     options = []
     for variable in problem.variables:
@@ -160,84 +165,124 @@ def options_of(
         if not found and len(variable.options) > 1:
             return None
         options.append(found[0] if found else 0)
-    del default
     return tuple(options)
 
 
 class _Program:
-    """The MathOpt model; equation numbers as in the module's text."""
+    """The MathOpt model; equation numbers as in the module's text.
+
+    A sum is a tuple of variables, each with factor one; the empty tuple is the constant one.
+    """
 
     def __init__(self, problem: SplitsProblem) -> None:
         self.problem = problem
         self.model = mathopt.Model(name="splits")
         self.num_columns = 0
         self.unit_s = self._unit()
-        self._terms: list[mathopt.LinearBase] = []
+        self._prices: dict[mathopt.Variable, float] = {}
+        self._fixed = 0.0
         self._z = self._choices()
-        self._joins_by_flow()
+        for flow in problem.flows:
+            self._flow(flow)
         self._memory()
-        self.model.minimize(mathopt.fast_sum(self._terms))
+        for variable, price in self._prices.items():
+            self.model.objective.set_linear_coefficient(variable, price)
+        self.model.objective.offset = self._fixed
 
     def _unit(self) -> float:
         """Seconds per unit of the objective, so that the terms are neither tiny nor huge."""
         times = [o.time_s * len(v.members) for v in self.problem.variables for o in v.options]
         return max(sum(times) / max(1, len(times)), 1e-9)
 
-    def _choices(self) -> list[list[mathopt.LinearBase | float]]:
-        rows: list[list[mathopt.LinearBase | float]] = []
+    def _column(self, *, is_binary: bool = False) -> mathopt.Variable:
+        self.num_columns += 1
+        if is_binary:
+            return self.model.add_binary_variable()
+        return self.model.add_variable(lb=0.0, ub=1.0)
+
+    def _row(
+        self,
+        plus: Sequence[mathopt.Variable],
+        minus: Sequence[mathopt.Variable] = (),
+        *,
+        constant: float = 0.0,
+        is_equality: bool = True,
+    ) -> None:
+        """``sum plus - sum minus == constant``, or ``>=``."""
+        factors: dict[mathopt.Variable, float] = {}
+        for variable in plus:
+            factors[variable] = factors.get(variable, 0.0) + 1.0
+        for variable in minus:
+            factors[variable] = factors.get(variable, 0.0) - 1.0
+        upper = constant if is_equality else math.inf
+        row = self.model.add_linear_constraint(lb=constant, ub=upper)
+        for variable, factor in factors.items():
+            if factor:
+                row.set_coefficient(variable, factor)
+
+    def _pay(self, price: float, sum_of: Sum) -> None:
+        if not sum_of:
+            self._fixed += price
+        for variable in sum_of:
+            self._prices[variable] = self._prices.get(variable, 0.0) + price
+
+    def _choices(self) -> list[tuple[mathopt.Variable, ...]]:
+        rows: list[tuple[mathopt.Variable, ...]] = []
         for variable in self.problem.variables:
             scale = len(variable.members) / self.unit_s
             if len(variable.options) == 1:
-                rows.append([1.0])
-                self._terms.append(_constant(variable.options[0].time_s * scale))
+                rows.append(())
+                self._fixed += variable.options[0].time_s * scale
                 continue
-            row = [self.model.add_binary_variable() for _ in variable.options]
-            self.num_columns += len(row)
-            self.model.add_linear_constraint(mathopt.fast_sum(row) == 1.0)  # (1)
+            row = tuple(self._column(is_binary=True) for _ in variable.options)
+            self._row(row, constant=1.0)  # (1)
             for z, option in zip(row, variable.options, strict=True):
-                if option.time_s:
-                    self._terms.append(option.time_s * scale * z)
-            rows.append(list(row))
+                self._pay(option.time_s * scale, (z,))
+            rows.append(row)
         return rows
 
-    def _by_layout(
-        self, variable: int, pick: Sequence[Layout]
-    ) -> dict[Layout, mathopt.LinearBase | float]:
+    def _by_layout(self, variable: int, layouts: Sequence[Layout]) -> dict[Layout, Sum]:
         """Layout -> sum of the z that give it."""
-        sums: dict[Layout, list[mathopt.LinearBase | float]] = {}
-        for z, layout in zip(self._z[variable], pick, strict=True):
-            sums.setdefault(layout, []).append(z)
+        sums: dict[Layout, list[mathopt.Variable]] = {}
+        for k, layout in enumerate(layouts):
+            sums.setdefault(layout, []).extend(self._z[variable][k : k + 1])
         if len(sums) == 1:
-            return {next(iter(sums)): 1.0}
-        return {k: v[0] if len(v) == 1 else mathopt.fast_sum(v) for k, v in sums.items()}
+            return {next(iter(sums)): ()}
+        return {layout: tuple(row) for layout, row in sums.items()}
 
-    def _joins_by_flow(self) -> None:
-        for flow in self.problem.flows:
-            shared: dict[tuple[int, Layout, Layout], list[mathopt.LinearBase | float]] = {}
-            weights: dict[tuple[int, Layout, Layout], float] = {}
-            for reader in flow.readers:
-                options = self.problem.variables[flow.variable].options
-                source = [self.problem.seen(o.results[flow.result], reader.when) for o in options]
-                options = self.problem.variables[reader.variable].options
-                target = [self.problem.seen(o.operands[reader.operand], reader.when) for o in options]
-                produced = self._by_layout(flow.variable, source)
-                wanted = self._by_layout(reader.variable, target)
-                for pair, amount in self._transport(flow, produced, wanted).items():
-                    move = flow.moves[pair]
+    def _flow(self, flow: Flow) -> None:
+        problem = self.problem
+        amounts: dict[tuple[int, Layout, Layout], list[Sum]] = {}
+        weights: dict[tuple[int, Layout, Layout], float] = {}
+        sources = problem.variables[flow.variable].options
+        for reader in flow.readers:
+            have = [problem.seen(o.results[flow.result], reader.when) for o in sources]
+            options = problem.variables[reader.variable].options
+            want = [problem.seen(o.operands[reader.operand], reader.when) for o in options]
+            produced = self._by_layout(flow.variable, have)
+            wanted = self._by_layout(reader.variable, want)
+            for pair, amount in self._transport(flow, produced, wanted).items():
+                move = flow.moves[pair]
+                if move.time_s > 0:
                     key = (sharing_group(reader.when, move), *pair)
-                    shared.setdefault(key, []).append(amount)
-                    weights[key] = move.time_s * self.problem.weight(reader.when)
-            for key, amounts in shared.items():
-                self._charge(flow.count * weights[key] / self.unit_s, amounts)
+                    amounts.setdefault(key, []).append(amount)
+                    weights[key] = move.time_s * problem.weight(reader.when)
+        for key, sums in amounts.items():
+            price = flow.count * weights[key] / self.unit_s
+            distinct = list(dict.fromkeys(sums))
+            if len(distinct) == 1 or () in distinct:
+                self._pay(price, () if () in distinct else distinct[0])
+                continue
+            made = self._column()
+            for row in distinct:
+                self._row((made,), row, is_equality=False)  # (4)
+            self._pay(price, (made,))
 
     def _transport(
-        self,
-        flow: Flow,
-        produced: dict[Layout, mathopt.LinearBase | float],
-        wanted: dict[Layout, mathopt.LinearBase | float],
-    ) -> dict[tuple[Layout, Layout], mathopt.LinearBase | float]:
-        """Amounts that cost something, with rows (2) and (3)."""
-        amounts: dict[tuple[Layout, Layout], mathopt.LinearBase | float] = {}
+        self, flow: Flow, produced: dict[Layout, Sum], wanted: dict[Layout, Sum]
+    ) -> dict[tuple[Layout, Layout], Sum]:
+        """Amount of every layout pair, with rows (2) and (3)."""
+        amounts: dict[tuple[Layout, Layout], Sum] = {}
         if len(produced) == 1 or len(wanted) == 1:
             for p, out in produced.items():
                 for q, into in wanted.items():
@@ -245,74 +290,47 @@ class _Program:
                     if (p, q) in flow.moves:
                         amounts[p, q] = amount
                     else:
-                        self._forbid(amount)
-        else:
-            for p in produced:
-                for q in wanted:
-                    if (p, q) in flow.moves:
-                        amounts[p, q] = self.model.add_variable(lb=0.0, ub=1.0)
-                        self.num_columns += 1
-            for p, out in produced.items():
-                row = [amounts[p, q] for q in wanted if (p, q) in amounts]
-                self.model.add_linear_constraint(mathopt.fast_sum(row) == out)  # (2)
-            for q, into in wanted.items():
-                row = [amounts[p, q] for p in produced if (p, q) in amounts]
-                self.model.add_linear_constraint(mathopt.fast_sum(row) == into)  # (3)
-        return {k: v for k, v in amounts.items() if flow.moves[k].time_s > 0}
-
-    def _forbid(self, amount: mathopt.LinearBase | float) -> None:
-        if isinstance(amount, float):
-            never = self.model.add_variable(lb=0.0, ub=0.0)
-            self.model.add_linear_constraint(never == amount)
-        else:
-            self.model.add_linear_constraint(amount == 0.0)
-
-    def _charge(self, price: float, amounts: Sequence[mathopt.LinearBase | float]) -> None:
-        if any(isinstance(a, float) for a in amounts):
-            self._terms.append(_constant(price))  # made in any case
-            return
-        distinct = list({id(a): a for a in amounts}.values())
-        if len(distinct) == 1:
-            self._terms.append(price * distinct[0])
-            return
-        made = self.model.add_variable(lb=0.0, ub=1.0)
-        self.num_columns += 1
-        for amount in distinct:
-            self.model.add_linear_constraint(made >= amount)  # (4)
-        self._terms.append(price * made)
+                        self._row(amount, constant=0.0 if amount else 1.0)  # never
+            return amounts
+        for p in produced:
+            for q in wanted:
+                if (p, q) in flow.moves:
+                    amounts[p, q] = (self._column(),)
+        for p, out in produced.items():
+            self._row([v for q in wanted for v in amounts.get((p, q), ())], out)  # (2)
+        for q, into in wanted.items():
+            self._row([v for p in produced for v in amounts.get((p, q), ())], into)  # (3)
+        return amounts
 
     def _memory(self) -> None:
         limit = self.problem.limit_bytes
         if limit is None:
             return
-        terms: list[mathopt.LinearBase] = []
+        factors: dict[mathopt.Variable, float] = {}
+        fixed = 0.0
         for row, variable in zip(self._z, self.problem.variables, strict=True):
-            for z, option in zip(row, variable.options, strict=True):
-                share = len(variable.members) * option.memory_bytes / max(1, limit)
-                if share:
-                    terms.append(_constant(share) if isinstance(z, float) else share * z)
-        self.model.add_linear_constraint(mathopt.fast_sum(terms) <= 1.0)  # (5)
+            scale = len(variable.members) / max(1, limit)
+            if not row:
+                fixed += variable.options[0].memory_bytes * scale
+            for z, option in zip(row, variable.options, strict=False):
+                factors[z] = option.memory_bytes * scale
+        bound = self.model.add_linear_constraint(ub=1.0 - fixed)  # (5)
+        for z, factor in factors.items():
+            bound.set_coefficient(z, factor)
 
-    def hint(self, options: Sequence[int]) -> None:
-        """Start from a choice."""
-        values = {}
-        for row, at in zip(self._z, options, strict=True):
-            for k, z in enumerate(row):
-                if isinstance(z, mathopt.Variable):
-                    values[z] = 1.0 if k == at else 0.0
-        self._solution_hint = mathopt.SolutionHint(variable_values=values)
+    def hint(self, options: Sequence[int]) -> mathopt.SolutionHint:
+        """A choice to start from."""
+        values = {
+            z: 1.0 if k == at else 0.0
+            for row, at in zip(self._z, options, strict=True)
+            for k, z in enumerate(row)
+        }
+        return mathopt.SolutionHint(variable_values=values)
 
     def read(self, result: mathopt.SolveResult) -> tuple[int, ...]:
         """Chosen options."""
         values = result.variable_values()
-        options = []
-        for row in self._z:
-            if len(row) == 1:
-                options.append(0)
-            else:
-                options.append(max(range(len(row)), key=lambda k: values[row[k]]))
-        return tuple(options)
-
-
-def _constant(value: float) -> mathopt.LinearBase:
-    return mathopt.LinearExpression(value)
+        return tuple(
+            max(range(len(row)), key=lambda k, row=row: values[row[k]]) if row else 0
+            for row in self._z
+        )

@@ -22,7 +22,7 @@ from autopar.sharding.signature import (
     parts_by_factor,
     replicated_strategy,
 )
-from autopar.sharding.storage import storage_layout
+from autopar.sharding.parameters import storage_layout
 from autopar.solver.constraints import may_shard
 from autopar.solver.prices import PriceList, Strategies, operand_layout, result_layout
 from autopar.solver.splits_problem import (

@@ -12,7 +12,9 @@ Minimise a surrogate of the step (the event simulator decides later):
 * 1F1B: ``sum_s t_s + 2 sum_s c_s + (M - 1) P``, with one row per dependency cycle i..j:
   ``(j - i + 1) P >= sum_{i..j} t + 2 sum_{i<s<=j} c_s``;
 * GPipe: ``sum_s t_s + 2 sum_s c_s + (M - 1) (P_f + P_b)``, the slowest forward and backward;
-* interleaved: ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})`` with P the slowest device;
+* interleaved: the larger of ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})`` with P the slowest device,
+  and ``sum_s t_s + 2 sum_s c_s + (M - 1) max_s t_s``: with fewer micro-batches than ranks a
+  micro-batch comes round before the rank is ready for it;
 
 each with the device's once-per-step work added to the slowest, subject to
 
@@ -195,8 +197,14 @@ class _Program:
             period = model.new_int_var(0, top, "period")
             for d in range(p):
                 model.add(period >= sum(total[d::p]))
+            slowest = model.new_int_var(0, top, "slowest")
+            for s in range(stages):
+                model.add(slowest >= total[s])
+            body = model.new_int_var(0, (count + 2 * p) * top, "body")
             fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
-            model.minimize(count * period + fill + step)
+            model.add(body >= count * period + fill)
+            model.add(body >= sum(total) + 2 * sum(message) + (count - 1) * slowest)
+            model.minimize(body + step)
             return
         base = sum(total) + 2 * sum(message) + step
         if problem.schedule is ScheduleKind.GPIPE:

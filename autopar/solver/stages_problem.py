@@ -140,7 +140,8 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
     period = max(sum(total[d::p]) for d in range(p))
     fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
-    return count * period + fill + device_step
+    chain = sum(total) + 2 * sum(message) + (count - 1) * max(total)
+    return max(count * period + fill, chain) + device_step
 
 
 def memory_bytes(

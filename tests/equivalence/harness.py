@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.capture.reference import bind_inputs, run_graph
+from autopar.capture.reference import bind_inputs, run_graph, whole_parameters
 from autopar.capture.tracing import capture
 from autopar.ir.graph import Graph, InputKind
 from autopar.ir.promote import promote
@@ -47,7 +47,9 @@ class Problem:
         return run_graph(self.graph, self.values)
 
 
-def problem_of(model: torch.nn.Module, kwargs: Mapping[str, object], *, rng_key: int = 7) -> Problem:
+def problem_of(
+    model: torch.nn.Module, kwargs: Mapping[str, object], *, rng_key: int = 7
+) -> Problem:
     """Capture and promote."""
     captured = capture(model, (), kwargs)
     graph = promote(captured.graph)
@@ -56,7 +58,11 @@ def problem_of(model: torch.nn.Module, kwargs: Mapping[str, object], *, rng_key:
 
 
 def actions_for(
-    programs: LocalPrograms, mesh: MeshShape, microbatches: int, kind: ScheduleKind, zero: Sequence[int]
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    microbatches: int,
+    kind: ScheduleKind,
+    zero: Sequence[int],
 ) -> Sequence[Sequence[object]]:
     """The action lists of every pipeline rank."""
     tied = [(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner]
@@ -84,7 +90,7 @@ def simulate(
         programs,
         mesh,
         actions_for(programs, mesh, decisions.axis_sizes[0], kind, zero),
-        params=problem.of_kind(InputKind.PARAM),
+        params=whole_parameters(problem.graph, problem.values),
         inputs=problem.of_kind(InputKind.USER),
         buffers=problem.of_kind(InputKind.BUFFER),
         constants=problem.of_kind(InputKind.CONSTANT),
@@ -93,7 +99,9 @@ def simulate(
     return programs, step
 
 
-def worst_difference(step: SimulatedStep, reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+def worst_difference(
+    step: SimulatedStep, reference: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
     """Largest ratio of difference to allowance, and its tensor; below one is equal."""
     grads = {k: v for k, v in reference.items() if k.startswith("grad:")}
     largest = max((float(g.abs().max()) for g in grads.values() if g.numel()), default=0.0)
@@ -106,14 +114,19 @@ def worst_difference(step: SimulatedStep, reference: Mapping[str, torch.Tensor])
             continue
         have = found[name]
         scale = max(float(want.abs().max()), SMALL_GRADIENT * largest)
-        ratio = float((have.double() - want.double()).abs().max()) / (RELATIVE_TOLERANCE * scale or 1e-300)
+        ratio = float((have.double() - want.double()).abs().max()) / (
+            RELATIVE_TOLERANCE * scale or 1e-300
+        )
         if not ratio <= worst[0]:
             worst = (ratio, name)
     return worst
 
 
 def random_tp_choices(
-    problem: Problem, data: Mapping[str, Mapping[str, Choice]], sizes: tuple[int, int, int], seed: int
+    problem: Problem,
+    data: Mapping[str, Mapping[str, Choice]],
+    sizes: tuple[int, int, int],
+    seed: int,
 ) -> dict[str, Choice]:
     """A random legal split of every operator and parameter over tp."""
     rng = random.Random(seed)

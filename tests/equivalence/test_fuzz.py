@@ -5,10 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.equivalence.harness import Problem, fuzz_decisions, problem_of, simulate, worst_difference
-from tests.zoo import build
 
 from autopar.plan.types import MeshShape, ScheduleKind
+from tests.equivalence.harness import (
+    Problem,
+    fuzz_decisions,
+    problem_of,
+    simulate,
+    worst_difference,
+)
+from tests.zoo import build
 
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet")
 SEEDS = range(4)

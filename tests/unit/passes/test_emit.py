@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from autopar.errors import PassError
-from autopar.ir.graph import Dtype, Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorMeta
+from autopar.ir.graph import (
+    Dtype,
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Ref,
+    TensorMeta,
+)
 from passes import emit as emission
 from passes.base import NAME_KEY, VALUE_KEY, PassContext
 from passes.comm_ops import result_shape
@@ -81,8 +91,13 @@ def test_equal_operators_on_equal_operands_are_evaluated_once(monkeypatch):
     evaluate = emission._evaluate
     monkeypatch.setattr(emission, "_evaluate", lambda n, c: calls.append(n) or evaluate(n, c))
     nodes = [Node("n0", "aten.relu.default", (Ref("x"),), meta(4, 6))]
-    nodes += [Node(f"n{i}", "aten.relu.default", (Ref(f"n{i - 1}"),), meta(4, 6)) for i in range(1, 50)]
-    emit(program(*nodes, inputs=(X,), result="n49").source, program(*nodes, inputs=(X,), result="n49"))
+    nodes += [
+        Node(f"n{i}", "aten.relu.default", (Ref(f"n{i - 1}"),), meta(4, 6)) for i in range(1, 50)
+    ]
+    emit(
+        program(*nodes, inputs=(X,), result="n49").source,
+        program(*nodes, inputs=(X,), result="n49"),
+    )
     assert len(calls) == 1
 
 

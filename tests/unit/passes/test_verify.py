@@ -18,7 +18,9 @@ def context(shape: tuple[int, ...] = (4, 6), dtype: str = "float32") -> PassCont
         (Input("x", InputKind.USER, "x", TensorMeta((4, 6), "float32")),),
         (
             Node("dead", "aten.neg.default", (Ref("x"),), TensorMeta((4, 6), "float32")),
-            Node("gathered", "comm.all_gather", (Ref("x"), 0, "tp", 8), TensorMeta((8, 6), "float32")),
+            Node(
+                "gathered", "comm.all_gather", (Ref("x"), 0, "tp", 8), TensorMeta((8, 6), "float32")
+            ),
             Node("y", "aten.relu.default", (Ref("x"),), TensorMeta(shape, dtype)),
         ),
         (Output(OutputKind.OUTPUT, "y", Ref("y")), Output(OutputKind.SAVED, "y", Ref("y"))),
@@ -27,7 +29,10 @@ def context(shape: tuple[int, ...] = (4, 6), dtype: str = "float32") -> PassCont
 
 
 def test_a_wrong_shape_is_named_with_both_shapes():
-    expected = r"stage 1 forward: y = aten\.relu\.default yields float32\[4, 6\], decided was float32\[4, 5\]"
+    expected = (
+        r"stage 1 forward: y = aten\.relu\.default yields float32\[4, 6\], "
+        r"decided was float32\[4, 5\]"
+    )
     with pytest.raises(PassError, match=expected):
         build(context(shape=(4, 5)))
 
@@ -57,7 +62,9 @@ def test_a_pass_that_breaks_a_module_is_named():
         output.args = (output.args[0][:1],)
         return PassResult(module, True)
 
-    with pytest.raises(PassError, match=r"pass 'drop_an_output' left an invalid module: .* yields 1 values"):
+    with pytest.raises(
+        PassError, match=r"pass 'drop_an_output' left an invalid module: .* yields 1 values"
+    ):
         build(context(), [drop_an_output])
 
 

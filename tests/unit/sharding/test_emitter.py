@@ -15,7 +15,10 @@ def _reshard(have: Layout, want: Layout, sizes: tuple[int, ...] = (2, 4)) -> lis
     local = TensorMeta(local_shape(SHAPE, have, sizes), "float32")
     ref = emitter.reshard(emitter.bind("x", local), SHAPE, have, want)
     assert emitter.meta(ref).shape == local_shape(SHAPE, want, sizes)
-    return [f"{n.op.split('.')[1]}:{n.args[-1] if 'reduce' in n.op else n.args[2]}" for n in emitter.nodes]
+    return [
+        f"{n.op.split('.')[1]}:{n.args[-1] if 'reduce' in n.op else n.args[2]}"
+        for n in emitter.nodes
+    ]
 
 
 def test_a_pending_sum_becomes_a_shard_by_one_reduce_scatter() -> None:

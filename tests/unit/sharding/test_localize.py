@@ -13,7 +13,7 @@ from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
 from autopar.sharding.signature import axis_strategies
 from autopar.sharding.stages import assign_stages, stage_demands
-from autopar.sharding.storage import storage_layout
+from autopar.sharding.parameters import storage_layout
 from tests.graphs import mlp
 
 
@@ -104,8 +104,12 @@ def test_recomputed_values_are_not_saved_and_made_right_before_use() -> None:
 def test_outputs_nobody_asked_for_are_not_computed() -> None:
     graph = mlp()
     extra = Graph(
-        graph.inputs, graph.nodes, (*graph.outputs, type(graph.outputs[0])(
-            OutputKind.OUTPUT, "logits", graph.outputs[0].value))
+        graph.inputs,
+        graph.nodes,
+        (
+            *graph.outputs,
+            type(graph.outputs[0])(OutputKind.OUTPUT, "logits", graph.outputs[0].value),
+        ),
     )
     assert not list(_programs(extra).stages[0].forward.outputs_of(OutputKind.OUTPUT))
     asked = _programs(extra, gather_outputs=frozenset({"logits"}))

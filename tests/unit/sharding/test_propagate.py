@@ -19,7 +19,9 @@ def test_the_batch_dim_need_not_be_dim_0() -> None:
     y = b.op("y", "aten.add.Tensor", (x, total), (4, 8))
     z = b.op("z", "aten.mul.Tensor", (y, w), (4, 8))
     wide = b.op("softmax", "aten._softmax.default", (z, 1, False), (4, 8))
-    b.output(OutputKind.LOSS, "loss", b.op("loss", "aten.sum.dim_IntList", (wide, (0, 1), False), ()))
+    b.output(
+        OutputKind.LOSS, "loss", b.op("loss", "aten.sum.dim_IntList", (wide, (0, 1), False), ())
+    )
     graph = b.build()
     assert DataAxes(graph, signatures_of(graph)).batch_dims(2) == {"x": 0, "positions": 1}
 
@@ -86,6 +88,8 @@ def test_a_tangent_of_an_output_follows_the_batch() -> None:
     y = b.op("y", "aten.mul.Tensor", (x, w), (8, 4))
     b.output(OutputKind.OUTPUT, "y", y)
     g = b.op("g", "aten.mul.Tensor", (t, x), (8, 4), twin="y")
-    b.output(OutputKind.GRAD, "w", b.op("gw", "aten.sum.dim_IntList", (g, (0,), False), (4,), twin="y"))
+    b.output(
+        OutputKind.GRAD, "w", b.op("gw", "aten.sum.dim_IntList", (g, (0,), False), (4,), twin="y")
+    )
     graph = b.build()
     assert DataAxes(graph, signatures_of(graph)).batch_dims(2)["t"] == 0

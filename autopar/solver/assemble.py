@@ -1,0 +1,234 @@
+"""From the outcome of a search to a :class:`~autopar.plan.types.Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from autopar.plan.decisions import splits_text
+from autopar.plan.types import AppliedConstraint, Candidate, Plan, StagePlan
+from autopar.sharding.decisions import Decisions
+from autopar.solver.analysis import Analysis
+from autopar.solver.constraints import applied_constraints
+from autopar.solver.exact import ExactFigures
+from autopar.solver.ranking import Misfit, Ranked
+from autopar.solver.stages_problem import bounds
+from autopar.units import format_bytes, format_time
+
+MAX_RUNNERS_UP = 12
+MAX_SCOPES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A shape that was localized and simulated.
+
+    Attributes:
+        ranked: Shape, splits, cuts.
+        decisions: The same for localize.
+        figures: Exact seconds and bytes.
+        fits: Whether its peak is within the limit.
+    """
+
+    ranked: Ranked
+    decisions: Decisions
+    figures: ExactFigures
+    fits: bool
+
+
+def assemble_plan(
+    analysis: Analysis,
+    winner: Outcome,
+    outcomes: Sequence[Outcome],
+    ranked: Sequence[Ranked],
+    misfits: Sequence[Misfit],
+    *,
+    model_hash: str,
+    limit_bytes: int,
+    bound_s: float,
+    stopped_by: str,
+) -> Plan:
+    """The plan of a winner, with those that lost and why."""
+    shape = winner.ranked.shape
+    used = shape.mesh.num_ranks
+    total = analysis.cluster.num_devices
+    defaults = {
+        "tp inside a machine": ("True", "tensor-parallel groups do not cross machines"),
+        "tp splits no batch": ("True", "the batch is split by dp and by micro-batches only"),
+    }
+    if analysis.constraints.tp is not None:
+        del defaults["tp inside a machine"]
+    assumptions = [
+        *analysis.cluster.assumptions,
+        f"optimizer {analysis.optimizer}",
+        "collectives are not overlapped with computing",
+    ]
+    if used < total:
+        assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
+    if stopped_by:
+        assumptions.append(f"the search was stopped by its limit of {stopped_by}")
+    return Plan(
+        model_hash=model_hash,
+        cluster=str(analysis.cluster),
+        num_devices=total,
+        mesh=shape.mesh,
+        num_microbatches=shape.num_microbatches,
+        schedule=shape.schedule,
+        stages=_stages(analysis, winner),
+        splits=splits_text(winner.decisions.choices),
+        microbatch_statistics=analysis.constraints.microbatch_statistics,
+        time_s=winner.figures.step_s,
+        objective_s=winner.ranked.surrogate_s,
+        bound_s=bound_s,
+        peak_bytes=winner.figures.peak_bytes,
+        memory_limit_bytes=limit_bytes,
+        optimizer=analysis.optimizer,
+        constraints=_constraints(analysis, winner, defaults),
+        runners_up=_runners_up(winner, outcomes, ranked, misfits, limit_bytes),
+        unruled=_unruled(analysis),
+        assumptions=tuple(assumptions),
+        provenance={"prices": analysis.model.source, "splits": winner.ranked.splits.status},
+    )
+
+
+def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
+    ranked, mesh = winner.ranked, winner.ranked.shape.mesh
+    chain, words = analysis.chain, winner.ranked.recompute_words
+    per_rank = mesh.dp * mesh.tp
+    plans = []
+    runs = bounds(ranked.stages.starts, len(chain.blocks))
+    for index, ((low, high), figures) in enumerate(zip(runs, winner.figures.stages, strict=True)):
+        first_rank = mesh.pipeline_rank(index) * per_rank
+        recompute = tuple(
+            name for i in range(low, high) for name in ranked.table.recompute[i][words[i]]
+        )
+        plans.append(
+            StagePlan(
+                index=index,
+                devices=tuple(range(first_rank, first_rank + per_rank)),
+                first=chain.first(low),
+                scopes=_scopes([chain.blocks[i].scope for i in range(low, high)]),
+                recompute=recompute,
+                zero_level=ranked.zero_level,
+                parameters=figures.parameters,
+                num_in_flight=figures.num_in_flight,
+                memory=figures.memory,
+                time=figures.time,
+                collectives=figures.collectives,
+            )
+        )
+    return tuple(plans)
+
+
+def _scopes(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Module paths of a stage, repeats left out."""
+    return tuple(dict.fromkeys(s for s in scopes if s))
+
+
+def _constraints(
+    analysis: Analysis, winner: Outcome, defaults: dict[str, tuple[str, str]]
+) -> tuple[AppliedConstraint, ...]:
+    """Constraints in force; patterns say what they matched."""
+    found = []
+    for item in applied_constraints(analysis.constraints, defaults):
+        if item.name == "placements":
+            pattern = item.value.rpartition(": ")[0]
+            inputs = analysis.graph.input_map()
+            names = [
+                inputs[n].target
+                for n in analysis.fixed
+                if any(fnmatchcase(t, pattern) for t in (inputs[n].target, *inputs[n].aliases))
+            ]
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            item = replace(item, effect=f"{len(names)} parameters: {shown}")
+        found.append(item)
+    del winner
+    return tuple(found)
+
+
+def reason_text(time_s: float, best_s: float) -> str:
+    """Why a slower plan lost."""
+    return f"{format_time(time_s)} against {format_time(best_s)}"
+
+
+def _recompute_text(ranked: Ranked) -> str:
+    words = [w for w in ranked.recompute_words if w != "none"]
+    if not words:
+        return "none"
+    kinds = sorted(set(words))
+    return ", ".join(f"{kind} in {words.count(kind)} blocks" for kind in kinds)
+
+
+def _candidate(ranked: Ranked, time_s: float, peak_bytes: int, reason: str) -> Candidate:
+    shape = ranked.shape
+    return Candidate(
+        mesh=shape.mesh,
+        num_microbatches=shape.num_microbatches,
+        schedule=shape.schedule,
+        zero_level=ranked.zero_level,
+        recompute=_recompute_text(ranked),
+        time_s=time_s,
+        peak_bytes=peak_bytes,
+        reason=reason,
+    )
+
+
+def _runners_up(
+    winner: Outcome,
+    outcomes: Sequence[Outcome],
+    ranked: Sequence[Ranked],
+    misfits: Sequence[Misfit],
+    limit_bytes: int,
+) -> tuple[Candidate, ...]:
+    """Those that lost: simulated ones first, then the best of each mesh, then what did not fit."""
+    best_s = winner.figures.step_s
+    found: list[Candidate] = []
+    seen = {winner.ranked.shape}
+    for outcome in sorted(outcomes, key=lambda o: o.figures.step_s):
+        if outcome is winner:
+            continue
+        seen.add(outcome.ranked.shape)
+        peak = outcome.figures.peak_bytes
+        if outcome.fits:
+            reason = "simulated: " + reason_text(outcome.figures.step_s, best_s)
+        else:
+            reason = f"needs {format_bytes(peak)}, the limit is {format_bytes(limit_bytes)}"
+        found.append(_candidate(outcome.ranked, outcome.figures.step_s, peak, reason))
+    meshes = {shape.mesh for shape in seen}
+    for item in ranked:
+        if item.shape in seen or item.shape.mesh in meshes:
+            continue
+        meshes.add(item.shape.mesh)
+        reason = "estimated: " + reason_text(item.surrogate_s, best_s)
+        peak = max(item.stages.memory_bytes)
+        found.append(_candidate(item, item.surrogate_s, peak, reason))
+    for misfit in misfits:
+        if misfit.shape.mesh in meshes:
+            continue
+        meshes.add(misfit.shape.mesh)
+        found.append(
+            Candidate(
+                mesh=misfit.shape.mesh,
+                num_microbatches=misfit.shape.num_microbatches,
+                schedule=misfit.shape.schedule,
+                zero_level=misfit.zero_level,
+                recompute="full",
+                time_s=0.0,
+                peak_bytes=misfit.needed_bytes,
+                reason=f"needs at least {format_bytes(misfit.needed_bytes)}, "
+                f"the limit is {format_bytes(limit_bytes)}",
+            )
+        )
+    return tuple(found[:MAX_RUNNERS_UP])
+
+
+def _unruled(analysis: Analysis) -> tuple[str, ...]:
+    """Operators without a rule, each once per source line."""
+    return tuple(
+        dict.fromkeys(
+            f"{n.op} at {n.source or n.name}"
+            for n in analysis.graph.nodes
+            if n.op != "getitem" and analysis.signatures.get(n.name) is None
+        )
+    )

@@ -1,0 +1,183 @@
+"""Which plans are considered: mesh shapes, micro-batches, schedules.
+
+Tensor-parallel groups stay inside a machine unless the user asks for more. A shape may leave devices
+idle: the full count is tried, and its successive halves (every count up to eight devices), since a
+model that is too small loses by splitting further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.errors import ConstraintError, ShardingError
+from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.analysis import Analysis
+
+MAX_MICROBATCH_COUNTS = 7  # divisors tried per mesh, spread evenly if there are more
+ALL_COUNTS_UP_TO = 8
+VIRTUAL_STAGES = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A mesh with micro-batches and a schedule; splits, cuts and recompute are open."""
+
+    mesh: MeshShape
+    num_microbatches: int
+    schedule: ScheduleKind
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sizes of mb, dp, tp."""
+        return (self.num_microbatches, self.mesh.dp, self.mesh.tp)
+
+    def __str__(self) -> str:
+        """Such as ``pp2 x tp4, 8 micro-batches, 1f1b``."""
+        return f"{self.mesh}, {self.num_microbatches} micro-batches, {self.schedule}"
+
+
+def shapes(analysis: Analysis) -> tuple[Shape, ...]:
+    """Every shape of the declared space, smallest number of micro-batches first.
+
+    Raises:
+        ConstraintError: The constraints leave no shape.
+    """
+    batch, wish = analysis.batch_size, analysis.constraints
+    found = []
+    for mesh in _meshes(analysis):
+        for count in _microbatch_counts(analysis, batch, mesh.dp):
+            found += [Shape(mesh, count, kind) for kind in _schedules(analysis, mesh)]
+    if not found:
+        raise _nothing(analysis, batch)
+    if wish.pp is None and wish.boundaries:
+        stages = len(wish.boundaries) + 1
+        found = [s for s in found if s.mesh.num_stages == stages]
+    return tuple(found)
+
+
+def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
+    wish, cluster = analysis.constraints, analysis.cluster
+    blocks = len(analysis.chain.blocks)
+    seen: set[MeshShape] = set()
+    for used in device_counts(cluster.num_devices):
+        for tp in _degrees(wish.tp, _tp_choices(cluster)):
+            for pp in _degrees(wish.pp, _stage_counts(analysis, min(used, blocks))):
+                if used % (tp * pp):
+                    continue
+                dp = used // (tp * pp)
+                if wish.dp is not None and dp != wish.dp:
+                    if used != cluster.num_devices or wish.dp * tp * pp > used:
+                        continue
+                    dp = wish.dp  # fixed degrees may leave devices idle
+                for virtual in _degrees(wish.virtual, (1, *VIRTUAL_STAGES)):
+                    mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual)
+                    is_open = wish.virtual is None
+                    if is_open and virtual > 1 and (pp == 1 or mesh.num_stages > blocks):
+                        continue
+                    if mesh not in seen:
+                        seen.add(mesh)
+                        yield mesh
+
+
+def device_counts(total: int) -> list[int]:
+    """Numbers of working devices that are tried, most first.
+
+    >>> device_counts(12), device_counts(3)
+    ([12, 6, 3, 1], [3, 2, 1])
+    """
+    if total <= ALL_COUNTS_UP_TO:
+        return list(range(total, 0, -1))
+    counts = [total]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def _tp_choices(cluster: Cluster) -> list[int]:
+    """Divisors of the smallest machine's number of devices."""
+    size = min(m.num_devices for m in cluster.machines)
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def _stage_counts(analysis: Analysis, most: int) -> list[int]:
+    boundaries = analysis.constraints.boundaries
+    if boundaries:
+        stages = len(boundaries) + 1
+        return [n for n in range(1, stages + 1) if stages % n == 0]
+    return list(range(1, most + 1))
+
+
+def _degrees(fixed: int | None, choices: Sequence[int]) -> Sequence[int]:
+    return choices if fixed is None else (fixed,)
+
+
+def _microbatch_counts(analysis: Analysis, batch: int, dp: int) -> list[int]:
+    """Legal numbers of micro-batches for a number of data ranks."""
+    wish = analysis.constraints.num_microbatches
+    if batch % dp:
+        return []
+    counts = [n for n in range(1, batch // dp + 1) if (batch // dp) % n == 0]
+    if wish is not None:
+        return [n for n in counts if n == wish and _is_legal(analysis, n, dp)]
+    if len(counts) > MAX_MICROBATCH_COUNTS:
+        last = len(counts) - 1
+        steps = MAX_MICROBATCH_COUNTS - 1
+        counts = [counts[i * last // steps] for i in range(MAX_MICROBATCH_COUNTS)]
+    legal: list[int] = []
+    for count in counts:
+        if not _is_legal(analysis, count, dp):
+            if count > 1:
+                break  # samples mix: no larger number is legal either
+            continue
+        legal.append(count)
+    return legal
+
+
+def _is_legal(analysis: Analysis, count: int, dp: int) -> bool:
+    try:
+        analysis.data(count, dp)
+    except ShardingError:
+        return False
+    return True
+
+
+def _schedules(analysis: Analysis, mesh: MeshShape) -> list[ScheduleKind]:
+    wish = analysis.constraints.schedule
+    if wish is ScheduleKind.ONE_F_ONE_B and mesh.virtual > 1:
+        return []
+    if wish is ScheduleKind.INTERLEAVED and mesh.virtual == 1 and mesh.pp > 1:
+        return [wish] if analysis.constraints.virtual == 1 else []
+    if wish is not None:
+        return [wish]
+    return [ScheduleKind.ONE_F_ONE_B if mesh.virtual == 1 else ScheduleKind.INTERLEAVED]
+
+
+def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
+    """Why the constraints leave no shape."""
+    wish, total = analysis.constraints, analysis.cluster.num_devices
+    if wish.dp is not None and batch % wish.dp:
+        return ConstraintError(
+            f"constraint dp={wish.dp}: does not divide the batch of {batch}; "
+            "use a divisor, or another batch"
+        )
+    if wish.num_microbatches is not None:
+        parts = wish.num_microbatches * (wish.dp or 1)
+        if batch % parts:
+            given = f"num_microbatches={wish.num_microbatches}"
+            given += f" with dp={wish.dp}" if wish.dp is not None else ""
+            return ConstraintError(
+                f"constraint {given}: {parts} does not divide the batch of {batch}; "
+                "use a divisor, or another batch"
+            )
+        try:
+            analysis.data(wish.num_microbatches, wish.dp or 1)
+        except ShardingError as error:
+            return ConstraintError(f"constraint num_microbatches={wish.num_microbatches}: {error}")
+    stages = (wish.pp or 1) * (wish.virtual or 1)
+    return ConstraintError(
+        f"constraints leave no plan: dp={wish.dp or 'any'}, tp={wish.tp or 'any'}, "
+        f"pp={wish.pp or 'any'}, {stages} stages or more on {total} devices with "
+        f"{len(analysis.chain.blocks)} blocks and a batch of {batch}; free one of them"
+    )

@@ -1,0 +1,330 @@
+"""The price of a plan from the programs that its ranks will run.
+
+This is the judge of a candidate: its decisions are localized, every program is priced by
+:mod:`cost_models.evaluate`, memory is the peak of liveness, and the event simulator runs the action
+lists. Nothing of the solver's own tables is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.ir.graph import Graph, InputKind, TensorMeta
+from autopar.plan.actions import ActionKind
+from autopar.plan.schedule import action_lists, compute_order, in_flight
+from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
+from autopar.sharding.placement import Layout, local_shape
+from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
+from autopar.sharding.placement import R
+from cost_models.base import CostModel, slowest_group
+from cost_models.evaluate import ProgramCost, evaluate_program
+from cost_models.memory import (
+    optimizer_state_bytes,
+    peak_transient_bytes,
+    saved_bytes,
+    saved_storages,
+)
+from cost_models.simulate import StageSeconds, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """One stage's figures.
+
+    Attributes:
+        time: Seconds.
+        memory: Bytes on one of its devices, as if it were alone there.
+        collectives: Calls and bytes per step.
+        num_in_flight: Most micro-batches alive at once.
+        parameters: Elements of the parameters that it owns.
+    """
+
+    time: TimeParts
+    memory: MemoryParts
+    collectives: tuple[CollectiveTotal, ...]
+    num_in_flight: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactFigures:
+    """A plan's figures.
+
+    Attributes:
+        step_s: Seconds of a step, optimizer included.
+        rank_bytes: Peak per pipeline rank.
+        stages: By stage.
+    """
+
+    step_s: float
+    rank_bytes: tuple[int, ...]
+    stages: tuple[StageFigures, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the worst device."""
+        return max(self.rank_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What surrounds the programs.
+
+    Attributes:
+        cluster: Where they run.
+        model: Prices.
+        mesh: Shape.
+        schedule: Order of forwards and backwards.
+        num_microbatches: Per step.
+        zero_levels: By stage.
+        optimizer: For the bytes of its state.
+        optimizer_s_per_byte: Seconds of its step per byte of stored parameter.
+    """
+
+    cluster: Cluster
+    model: CostModel
+    mesh: MeshShape
+    schedule: ScheduleKind
+    num_microbatches: int
+    zero_levels: tuple[int, ...]
+    optimizer: str
+    optimizer_s_per_byte: float
+
+    def groups(self) -> dict[str, Sequence[int]]:
+        """Slowest group along each axis in space."""
+        mesh = MeshShape(dp=self.mesh.dp, tp=self.mesh.tp)
+        return {axis: slowest_group(self.cluster, mesh, axis) for axis in ("dp", "tp")}
+
+
+def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
+    """Seconds and bytes of a localized plan."""
+    mesh, count = setting.mesh, setting.num_microbatches
+    order = compute_order(setting.schedule, mesh.pp, mesh.virtual, count)
+    groups = setting.groups()
+    flights = [in_flight(order, stage) for stage in range(mesh.num_stages)]
+    links = _message_seconds(programs, setting)
+    stages: list[StageFigures] = []
+    seconds: list[StageSeconds] = []
+    finish_s = 0.0
+    for stage in programs.stages:
+        figures, stage_seconds, last_s = _stage(programs, stage, setting, groups, flights)
+        out_s = [s for (source, _), s in links.items() if source == stage.index]
+        p2p_s = max(out_s, default=0.0)
+        time = figures.time
+        time = TimeParts(
+            forward_s=time.forward_s,
+            backward_s=time.backward_s,
+            forward_comm_s=time.forward_comm_s,
+            backward_comm_s=time.backward_comm_s,
+            p2p_s=p2p_s,
+            reduce_s=time.reduce_s,
+            unshard_s=time.unshard_s,
+            optimizer_s=time.optimizer_s,
+        )
+        stages.append(
+            StageFigures(
+                time=time,
+                memory=figures.memory,
+                collectives=figures.collectives,
+                num_in_flight=figures.num_in_flight,
+                parameters=figures.parameters,
+            )
+        )
+        seconds.append(stage_seconds)
+        finish_s = max(finish_s, last_s)
+    ties = [
+        (param.owner, other)
+        for param in programs.params.values()
+        for other in param.stages
+        if other != param.owner
+    ]
+    lists = action_lists(
+        order,
+        mesh,
+        forward_edges=programs.forward_edges,
+        backward_edges=programs.backward_edges,
+        tied=ties,
+        zero_levels=setting.zero_levels,
+    )
+    run = simulate(lists, seconds, p2p_s=links)
+    update_s = max(
+        sum(stages[s].time.optimizer_s for s in range(rank, mesh.num_stages, mesh.pp))
+        for rank in range(mesh.pp)
+    )
+    return ExactFigures(
+        step_s=run.makespan_s + finish_s + update_s,
+        rank_bytes=_rank_bytes(stages, mesh),
+        stages=tuple(stages),
+    )
+
+
+def _rank_bytes(stages: Sequence[StageFigures], mesh: MeshShape) -> tuple[int, ...]:
+    """Peak per pipeline rank: what its stages hold, and the largest transient of one of them."""
+    result = []
+    for rank in range(mesh.pp):
+        parts = [stages[s].memory for s in range(rank, mesh.num_stages, mesh.pp)]
+        held = sum(p.total_bytes - p.transient_bytes for p in parts)
+        result.append(held + max(p.transient_bytes for p in parts))
+    return tuple(result)
+
+
+def _message_seconds(
+    programs: LocalPrograms, setting: Setting
+) -> dict[tuple[int, int], float]:
+    """Seconds of the messages of one micro-batch between two stages."""
+    if setting.mesh.pp == 1:
+        return {}
+    ends = slowest_group(setting.cluster, setting.mesh, "pp")
+    seconds: dict[tuple[int, int], float] = {}
+    for edges in (programs.forward_edges, programs.backward_edges):
+        for edge, names in edges.items():
+            amounts = [programs.edge_metas[n].bytes for n in names]
+            seconds[edge] = sum(setting.model.collective_time_s("p2p", b, ends) for b in amounts)
+    return seconds
+
+
+def _stage(
+    programs: LocalPrograms,
+    stage: StagePrograms,
+    setting: Setting,
+    groups: Mapping[str, Sequence[int]],
+    flights: Sequence[int],
+) -> tuple[StageFigures, StageSeconds, float]:
+    count, level = setting.num_microbatches, setting.zero_levels[stage.index]
+    reduces = count if level >= 2 else 1
+
+    def price(graph: Graph, where: str, runs: int) -> ProgramCost:
+        return evaluate_program(graph, setting.model, groups, where=where, runs=runs)
+
+    forward = price(stage.forward, "forward", count)
+    backward = price(stage.backward, "backward", count)
+    reduce = price(stage.reduce, "once per step", reduces)
+    unshard = price(stage.unshard, "once per step", 1)
+    prologue = price(stage.prologue, "once per step", 1)
+    finish = price(stage.finish, "once per step", 1)
+    own = [p for p in programs.params.values() if stage.index in p.stages]
+    update_s = sum(
+        _local_bytes(p.meta, p.storage, programs) * setting.optimizer_s_per_byte
+        for p in own
+        if p.owner == stage.index and p.requires_grad
+    )
+    tied_s = _tied_seconds(programs, stage.index, setting)
+    once = {
+        ActionKind.PROLOGUE: prologue.total_s,
+        ActionKind.UNSHARD: unshard.total_s,
+        ActionKind.REDUCE_GRAD: reduce.total_s,
+        ActionKind.FETCH_TIED: tied_s,
+        ActionKind.SYNC_TIED: tied_s,
+    }
+    seconds = StageSeconds(
+        forward_s=forward.total_s, backward_s=backward.total_s, once_s=once
+    )
+    figures = StageFigures(
+        time=TimeParts(
+            forward_s=forward.total_s,
+            backward_s=backward.total_s,
+            forward_comm_s=forward.comm_s,
+            backward_comm_s=backward.comm_s,
+            reduce_s=reduce.total_s * reduces,
+            unshard_s=unshard.total_s,
+            optimizer_s=update_s,
+        ),
+        memory=_memory(programs, stage, own, setting, flights[stage.index]),
+        collectives=_merged(
+            [*forward.collectives, *backward.collectives, *prologue.collectives]
+            + [*unshard.collectives, *reduce.collectives, *finish.collectives]
+        ),
+        num_in_flight=flights[stage.index],
+        parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
+    )
+    return figures, seconds, finish.total_s
+
+
+def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+    """Seconds of fetching (or returning) every tied weight of a stage."""
+    if setting.mesh.pp == 1:
+        return 0.0
+    ends = slowest_group(setting.cluster, setting.mesh, "pp")
+    return sum(
+        setting.model.collective_time_s("p2p", _local_bytes(p.meta, p.storage, programs), ends)
+        for p in programs.params.values()
+        if len(p.stages) > 1 and stage in p.stages
+    )
+
+
+def _merged(totals: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...]:
+    """Totals of one kind, axis and pass together, sorted."""
+    table: dict[tuple[str, str, str], CollectiveTotal] = {}
+    for total in totals:
+        key = (total.where, total.kind, total.axis)
+        old = table.get(key)
+        table[key] = CollectiveTotal(
+            kind=total.kind,
+            axis=total.axis,
+            where=total.where,
+            count=total.count + (old.count if old else 0),
+            payload_bytes=total.payload_bytes + (old.payload_bytes if old else 0),
+            time_s=total.time_s + (old.time_s if old else 0.0),
+        )
+    return tuple(table[key] for key in sorted(table))
+
+
+def _local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> int:
+    space = (R, *layout[1:]) if len(layout) == len(AXES) else layout
+    return TensorMeta(local_shape(meta.shape, space, programs.axis_sizes), meta.dtype).bytes
+
+
+def _memory(
+    programs: LocalPrograms,
+    stage: StagePrograms,
+    own: Sequence[ParamSpec],
+    setting: Setting,
+    flight: int,
+) -> MemoryParts:
+    level = setting.zero_levels[stage.index]
+    params = grads = optimizer = 0
+    for param in own:
+        stored = _local_bytes(param.meta, param.storage, programs)
+        compute = _local_bytes(param.meta, param.compute, programs)
+        params += stored + (compute if param.storage != param.compute else 0)
+        if param.requires_grad:
+            grads += stored if level >= 2 else compute
+            if param.owner == stage.index:
+                shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
+                meta = TensorMeta(shape, param.meta.dtype)
+                optimizer += optimizer_state_bytes(setting.optimizer, meta)
+    groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
+    transient = max(
+        peak_transient_bytes(stage.forward),
+        peak_transient_bytes(
+            stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups
+        ),
+        peak_transient_bytes(stage.reduce, freed_inputs=(InputKind.GRAD,)),
+    )
+    received = sum(
+        i.meta.bytes
+        for graph in (stage.forward, stage.backward)
+        for i in graph.inputs
+        if i.kind is InputKind.RECV and i.meta is not None
+    )
+    held = sum(
+        i.meta.bytes
+        for i in stage.forward.inputs
+        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT, InputKind.PROLOGUE)
+        and i.meta is not None
+    )
+    users = sum(
+        i.meta.bytes * setting.num_microbatches
+        for i in stage.forward.inputs
+        if i.kind is InputKind.USER and i.meta is not None
+    )
+    return MemoryParts(
+        params_bytes=params,
+        grads_bytes=grads,
+        optimizer_bytes=optimizer,
+        activations_bytes=flight * saved_bytes(stage.forward),
+        transient_bytes=transient,
+        buffers_bytes=received + held + users,
+    )
