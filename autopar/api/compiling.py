@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.api.environment import find_place, is_launched, job_watch, launch_command, world_size
+from autopar.api.environment import (
+    find_place,
+    is_launched,
+    job_watch,
+    launch_command,
+    local_machine,
+    world_size,
+)
 from autopar.api.options import UserConstraints, as_call
 from autopar.api.planning import agree_on_plan
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ShardingError
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.text import render_plan
@@ -25,12 +33,16 @@ from autopar.runtime.module import CompiledState, bind, extend, is_compiled, unc
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session
 from autopar.runtime.start import check_launch, check_model, start_session
-from cost_models.local import local_cluster
+from autopar.sharding.build import signatures_of
+from cost_models.analytic import AnalyticCostModel
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=torch.nn.Module)
 Devices = int | str | Path | Cluster
 LossFunction = Callable[[object, object], torch.Tensor]
 _BATCH = "batch"
+_ON_UNKNOWN = ("replicate", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +137,8 @@ def compile(  # noqa: PLR0913  # one option per decision that a user may fix
         raise ConfigError(
             f"this {type(model).__name__} is compiled already; build a new one to compile it again"
         )
+    if on_unknown not in _ON_UNKNOWN:
+        raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
@@ -271,7 +285,7 @@ def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
     if isinstance(devices, int | str):
-        return parse_devices(devices, memory_limit=memory_limit, local=local_cluster())
+        return parse_devices(devices, memory_limit=memory_limit, local=local_machine())
     return parse_devices(devices, memory_limit=memory_limit)
 
 
@@ -280,18 +294,34 @@ def _make_plan(captured: Captured, order: _Order) -> Plan:
     if order.plan is not None:
         check_model(order.plan, captured)
         return order.plan
-    from autopar.solver import solve  # not for a rank that is given its plan: ortools loads slowly
+    if order.on_unknown == "error":
+        _refuse_unknown(captured)
+    from autopar.solver.search import solve  # a rank that is given its plan needs no ortools
 
-    plan: Plan = solve(
+    found, _ = solve(
         captured.graph,
+        captured.hash,
         order.cluster,
-        order.constraints.for_solver(),
-        model_hash=captured.hash,
+        constraints=order.constraints.for_solver(),
         optimizer=order.optimizer,
-        on_unknown=order.on_unknown,
+        memory_limit_bytes=None,
+        cost_model=AnalyticCostModel(order.cluster),
+        progress=lambda line: logger.debug("%s", line),
         time_limit_s=order.time_limit_s,
     )
-    return plan
+    return found
+
+
+def _refuse_unknown(captured: Captured) -> None:
+    signatures = signatures_of(captured.graph)
+    unknown = [n for n in captured.graph.nodes if n.op != "getitem" and signatures[n.name] is None]
+    if unknown:
+        first = unknown[0]
+        raise ShardingError(
+            f"{len(unknown)} operators have no sharding rule, the first is {first.op} at "
+            f"{first.source or first.scope or first.name}; register a rule for it, or pass "
+            "on_unknown='replicate'"
+        )
 
 
 def _launch(

@@ -13,6 +13,7 @@ from autopar.cluster import Cluster, DeviceKind
 from autopar.errors import ConfigError
 from autopar.runtime.failure import FailFast, fail_fast
 from autopar.runtime.place import Place
+from cost_models.local import gpu_cluster, local_cluster
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE")
 
@@ -79,6 +80,18 @@ def launch_command(cluster: Cluster) -> str:
         f"torchrun --nnodes {count} --nproc-per-node {per_machine.pop()} --rdzv-backend c10d "
         f"--rdzv-endpoint HOST:29500 {script}  (on every machine)"
     )
+
+
+def local_machine() -> Cluster:
+    """What this machine has: its GPUs, or CPU ranks."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return gpu_cluster(
+            properties.name,
+            num_devices=torch.cuda.device_count(),
+            memory_bytes=properties.total_memory,
+        )
+    return local_cluster()
 
 
 @functools.cache

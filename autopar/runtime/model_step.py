@@ -153,8 +153,7 @@ class ModelStep:
         self._gradients = None
         result: list[torch.Tensor | None] = []
         for item in self._trained:
-            gradient = found.pop(item.spec.name, None)
-            result.append(None if gradient is None else item.wrap(gradient))
+            result.append(item.join(found))
         return tuple(result)
 
     def _scaled(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,7 +20,9 @@ from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor.placement_types import Placement as DPlacement
 
 from autopar.errors import PassError
+from autopar.ir.graph import Part
 from autopar.plan.types import DP_AXIS, TP_AXIS
+from autopar.runtime.pieces import Composition
 from autopar.sharding.placement import Layout, Shard, local_shape, shard_size
 from autopar.sharding.programs import ParamSpec
 
@@ -70,12 +72,31 @@ def block_at(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What programs read of a parameter under one name.
+
+    Attributes:
+        spec: Layout, and the name that programs use.
+        part: The slice; None for the whole parameter.
+        padded: Its buffer in storage layout.
+        block: The part of the slice that this rank holds.
+    """
+
+    spec: ParamSpec
+    part: Part | None
+    padded: torch.Tensor
+    block: Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredParameter:
     """One parameter of a stage that this rank runs; see the module's text for the three faces.
 
     Attributes:
         block: The part of the whole tensor that this rank holds.
         counted: Whether this rank counts it in sums over ranks: the first of its replicas.
+        pieces: What programs read of it.
+        is_joint: Whether the pieces' buffers are views of ``padded``.
     """
 
     spec: ParamSpec
@@ -83,6 +104,8 @@ class StoredParameter:
     parameter: torch.nn.Parameter
     block: Block
     counted: bool
+    pieces: tuple[Piece, ...]
+    is_joint: bool
 
     @property
     def view(self) -> torch.Tensor:
@@ -96,16 +119,63 @@ class StoredParameter:
         return as_dtensor(self.block.inside(padded), self.spec, self.parameter.device_mesh)
 
     def refresh(self) -> None:
-        """Copy the parameter into the padded buffer if somebody gave it other memory."""
+        """Bring the buffers that programs read up to date.
+
+        Collective over the stage's mesh where pieces have buffers of their own.
+        """
         local = local_part(self.parameter)
         if local.numel() and local.data_ptr() != self.padded.data_ptr():
-            self.view.copy_(local)
+            self.view.copy_(local)  # somebody gave the parameter other memory
+        if self.is_joint:
+            return
+        whole = whole_tensor(self.parameter.detach())
+        for piece in self.pieces:
+            piece.block.inside(piece.padded).copy_(piece.block.of(_slice(whole, piece.part)))
+
+    def join(self, found: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """The gradient in the parameter's form, from those of its pieces; None without any.
+
+        Collective over the stage's mesh where pieces have buffers of their own.
+
+        Args:
+            found: Padded gradients by the name of the piece; those of this parameter are taken out.
+        """
+        if len(self.pieces) == 1:
+            only = found.pop(self.pieces[0].spec.name, None)
+            return None if only is None else self.wrap(only)
+        if not any(piece.spec.name in found for piece in self.pieces):
+            return None
+        gradients = [
+            found.pop(p.spec.name) if p.spec.name in found else torch.zeros_like(p.padded)
+            for p in self.pieces
+        ]
+        part = self.pieces[0].part
+        assert part is not None
+        if self.is_joint:
+            return self.wrap(torch.cat(gradients, part.dim))
+        assert isinstance(self.parameter, DTensor)
+        mesh = self.parameter.device_mesh
+        wholes = [
+            as_dtensor(piece.block.inside(gradient), piece.spec, mesh).full_tensor()
+            for piece, gradient in zip(self.pieces, gradients, strict=True)
+        ]
+        own = self.block.of(torch.cat(wholes, part.dim)).clone()
+        return as_dtensor(own, self.spec, mesh)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a ``DTensor``, sharing memory; a plain tensor itself, detached."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a ``DTensor``, collective over its mesh; a plain tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _slice(whole: torch.Tensor, part: Part | None) -> torch.Tensor:
+    return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -137,7 +207,7 @@ class ParameterStore:
 
     Args:
         stored: The parameters of this rank's own stages; empty on idle ranks.
-        every: Specs of all parameters of the model, the same on all ranks.
+        every: Specs of all parameters of the model, the same on all ranks, as they rest.
     """
 
     def __init__(self, stored: Iterable[StoredParameter], every: Mapping[str, ParamSpec]) -> None:
@@ -155,10 +225,14 @@ class ParameterStore:
         return self._stored.get(name)
 
     def storage(self) -> dict[str, torch.Tensor]:
-        """Padded buffers by first name, as the programs read them."""
-        for item in self:
-            item.refresh()
-        return {name: item.padded for name, item in self._stored.items()}
+        """Padded buffers under the names that programs read, up to date.
+
+        Every rank of a stage must call it at the same time.
+        """
+        with torch.no_grad():
+            for item in self:
+                item.refresh()
+        return {piece.spec.name: piece.padded for item in self for piece in item.pieces}
 
     def trained(self) -> list[StoredParameter]:
         """Those that take gradients, in the model's order."""
@@ -170,7 +244,7 @@ class ParameterStore:
 
 
 def store_parameter(
-    spec: ParamSpec,
+    composition: Composition,
     fill: torch.Tensor,
     *,
     axis_sizes: tuple[int, int, int],
@@ -181,13 +255,14 @@ def store_parameter(
     """Slice a whole tensor and make the parameter of it.
 
     Args:
-        spec: The parameter.
+        composition: The parameter, and what programs read of it.
         fill: The whole tensor, anywhere; only this rank's block is copied.
         axis_sizes: Sizes of (mb, dp, tp).
         coordinate: This rank's (dp, tp).
         mesh: Mesh (dp, tp) of the stage; None for one device without a process group.
         device: Where the buffer lives.
     """
+    spec = composition.spec
     sizes = axis_sizes[-_STORAGE_AXES:]
     layout = spec.storage[-_STORAGE_AXES:]
     _check_storable(spec, sizes)
@@ -205,18 +280,48 @@ def store_parameter(
         parameter=torch.nn.Parameter(data, requires_grad=spec.requires_grad),
         block=block,
         counted=not any(replicas),
+        pieces=tuple(
+            _piece(composition, index, padded, sizes, coordinate)
+            for index in range(len(composition.pieces))
+        ),
+        is_joint=composition.is_joint,
     )
 
 
-def adopt_parameter(spec: ParamSpec, parameter: torch.nn.Parameter) -> StoredParameter:
+def _piece(
+    composition: Composition,
+    index: int,
+    padded: torch.Tensor,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> Piece:
+    spec, part = composition.pieces[index]
+    layout = spec.storage[-_STORAGE_AXES:]
+    block = block_at(spec.meta.shape, layout, sizes, coordinate)
+    if composition.is_joint:
+        buffer = _slice(padded, part)
+    else:
+        shape = local_shape(spec.meta.shape, layout, sizes)
+        buffer = torch.zeros(shape, dtype=padded.dtype, device=padded.device)
+    return Piece(spec=spec, part=part, padded=buffer, block=block)
+
+
+def adopt_parameter(composition: Composition, parameter: torch.nn.Parameter) -> StoredParameter:
     """The user's own parameter as it is: one device, so that its identity is kept."""
     shape = tuple(parameter.shape)
+    padded = parameter.detach()
+    ones = (1,) * _STORAGE_AXES
     return StoredParameter(
-        spec=spec,
-        padded=parameter.detach(),
+        spec=composition.spec,
+        padded=padded,
         parameter=parameter,
         block=Block((0,) * len(shape), shape),
         counted=True,
+        pieces=tuple(
+            _piece(composition, index, padded, ones, (0, 0))
+            for index in range(len(composition.pieces))
+        ),
+        is_joint=True,
     )
 
 

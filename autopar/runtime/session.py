@@ -208,7 +208,8 @@ class Session:
                 call.kwargs(),
                 loss=loss,
                 batch=call.values.get(LOSS_BATCH),
-                train=backward or model.training,  # without gradients: the same, B left out
+                # without gradients: the same program, B left out, so that decisions carry over
+                train=any(spec.requires_grad for spec in self.residents.store.every.values()),
             )
 
     def _check_frozen(self) -> None:

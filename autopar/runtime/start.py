@@ -20,6 +20,7 @@ from autopar.runtime.groups import ProcessGroups, create_groups
 from autopar.runtime.module import uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import stage_mesh
+from autopar.runtime.pieces import parts_of
 from autopar.runtime.place import Place
 from autopar.runtime.session import RunOptions, Session, gathered
 from autopar.runtime.surgery import move_in
@@ -72,6 +73,7 @@ def start_session(  # noqa: PLR0913
     residents, replaced = move_in(
         model,
         planned.local,
+        parts_of(captured.graph),
         plan.mesh,
         None if groups is None else stage_mesh(groups.device_mesh),
         place,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import Part, TensorMeta
 from autopar.plan.types import MeshShape
 from autopar.runtime.materialise import InitialValues, Slot, Tied, find_tensors
 from autopar.runtime.parameters import (
@@ -18,6 +18,7 @@ from autopar.runtime.parameters import (
     adopt_parameter,
     store_parameter,
 )
+from autopar.runtime.pieces import Composition, compositions
 from autopar.runtime.place import Place
 from autopar.sharding.placement import R
 from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec
@@ -68,6 +69,7 @@ class Residents:
 def move_in(
     model: torch.nn.Module,
     local: LocalPrograms,
+    parts: Mapping[str, Part],
     mesh_shape: MeshShape,
     mesh: DeviceMesh | None,
     place: Place,
@@ -83,6 +85,7 @@ def move_in(
     Args:
         model: The user's module; changed.
         local: Says who owns what, in which layout.
+        parts: Slices of parameters that the programs read.
         mesh_shape: Ranks per axis.
         mesh: Mesh (dp, tp) of this rank's stages; None for one device and on idle ranks.
         place: This process.
@@ -104,24 +107,26 @@ def move_in(
     )  # fmt: skip
     is_idle = place.rank >= mesh_shape.num_ranks
     pp, dp, tp = (-1, 0, 0) if is_idle else mesh_shape.coordinate(place.rank)
-    specs = {name: _spec_of(name, tied, local) for name, tied in parameters.items()}
+    found = compositions(local, parts, {name: _meta(t.tensor) for name, t in parameters.items()})
+    whole_ones = {name: _composition(name, tied, found) for name, tied in parameters.items()}
     stored: list[StoredParameter] = []
     replaced: dict[str, torch.nn.Parameter] = {}
     pending: list[tuple[Tied, torch.Tensor | None]] = []
     for name, tied in parameters.items():
-        spec = specs[name]
+        composition = whole_ones[name]
+        spec = composition.spec
         is_own = mesh_shape.pipeline_rank(spec.owner) == pp
         old = tied.tensor
         assert isinstance(old, torch.nn.Parameter)
         if is_own and mesh is None and not old.is_meta and _is_kept(old, place, given):
-            stored.append(adopt_parameter(spec, old))
+            stored.append(adopt_parameter(composition, old))
             continue
         item = None
         if is_own or values.is_collective(name):
             whole = values.whole(name)
             if is_own:
                 item = store_parameter(
-                    spec, whole, axis_sizes=local.axis_sizes, coordinate=(dp, tp), mesh=mesh,
+                    composition, whole, axis_sizes=local.axis_sizes, coordinate=(dp, tp), mesh=mesh,
                     device=place.device,
                 )  # fmt: skip
                 item.parameter.__dict__.update(old.__dict__)
@@ -139,7 +144,7 @@ def move_in(
         for slot in tied.slots:
             slot.put(tensor)
     residents = Residents(
-        store=ParameterStore(stored, specs),
+        store=ParameterStore(stored, {n: c.spec for n, c in whole_ones.items()}),
         buffers=kept,
         names={name: tied.names for name, tied in (*parameters.items(), *buffers.items())},
         saved_order=tuple(name for name, tied in buffers.items() if _is_saved(tied)),
@@ -171,14 +176,13 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _spec_of(name: str, tied: Tied, local: LocalPrograms) -> ParamSpec:
-    """The parameter's spec; one that no program reads rests whole on the first stage."""
-    spec = local.params.get(name)
-    if spec is not None:
-        return spec
+def _composition(name: str, tied: Tied, found: Mapping[str, Composition]) -> Composition:
+    """The parameter's; one that no program reads rests whole on the first stage."""
+    if name in found:
+        return found[name]
     tensor = tied.tensor
     whole = (R,) * len(AXES)
-    return ParamSpec(
+    spec = ParamSpec(
         name=name,
         aliases=tied.names[1:],
         meta=_meta(tensor),
@@ -188,6 +192,7 @@ def _spec_of(name: str, tied: Tied, local: LocalPrograms) -> ParamSpec:
         storage=whole,
         compute=whole,
     )
+    return Composition(spec, ((spec, None),), is_joint=True)
 
 
 def _buffer(

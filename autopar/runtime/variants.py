@@ -21,6 +21,7 @@ from autopar.plan.actions import Action
 from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
 from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.load import LoadedPrograms, load
+from autopar.runtime.pieces import parts_of, with_common_owners
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import format_layout
@@ -72,6 +73,7 @@ def make_variant(
     """
     mesh = plan.mesh
     local = localize(captured.graph, decisions, signatures_of(captured.graph))
+    local = with_common_owners(local, parts_of(captured.graph))
     if planned is not None:
         local = with_storage_of(planned, local)
     if rank >= mesh.num_ranks:

@@ -135,11 +135,13 @@ def _constraints(
         if item.name == "placements":
             pattern = item.value.rpartition(": ")[0]
             inputs = analysis.graph.input_map()
-            names = [
-                inputs[n].target
-                for n in analysis.fixed
-                if any(fnmatchcase(t, pattern) for t in (inputs[n].target, *inputs[n].aliases))
-            ]
+            names = list(
+                dict.fromkeys(
+                    inputs[n].param
+                    for n in analysis.fixed
+                    if any(fnmatchcase(t, pattern) for t in (inputs[n].param, *inputs[n].aliases))
+                )
+            )
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             item = replace(item, effect=f"{len(names)} parameters: {shown}")
         found.append(item)

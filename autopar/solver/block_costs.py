@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import InputKind, Node, TensorMeta
+from autopar.ir.graph import Node, TensorMeta
 from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS
 from autopar.solver.analysis import Analysis
@@ -193,9 +193,10 @@ class _Table:
                 pair = (self.problem.seen(source, Pass.STEP), self.problem.seen(target, Pass.STEP))
                 time_s = flow.moves[pair].time_s * self.problem.weight(Pass.STEP)
                 reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s
+        wholes = self.structure.wholes
+        home.update((whole, min(home.get(n, 0) for n in parts)) for whole, parts in wholes.items())
         for at, variable in enumerate(self.problem.variables):
-            entry = self.analysis.graph.input_map().get(variable.name)
-            if entry is None or entry.kind is not InputKind.PARAM:
+            if not variable.is_once:
                 continue
             option = self._option(at)
             for name in variable.members:

@@ -165,11 +165,11 @@ def parameter_placements(
     params = tuple(graph.of_kind(InputKind.PARAM))
     for pattern, text in patterns.items():
         placement = _parse(pattern, text)
-        matched = [p for p in params if any(fnmatchcase(n, pattern) for n in (p.target, *p.aliases))]
+        matched = [p for p in params if any(fnmatchcase(n, pattern) for n in (p.param, *p.aliases))]
         if not matched:
             raise ConstraintError(
                 f"constraint placements: {pattern!r} names no parameter; "
-                f"parameters are such as {_examples(p.target for p in params)}"
+                f"parameters are such as {_examples({p.param for p in params})}"
             )
         for param in matched:
             _check_shape(param, pattern, placement, tp)

@@ -288,7 +288,10 @@ def _memory(
     for param in own:
         stored = _local_bytes(param.meta, param.storage, programs)
         compute = _local_bytes(param.meta, param.compute, programs)
-        params += stored + (compute if param.storage != param.compute else 0)
+        if param.parts:
+            compute = sum(_local_bytes(p.meta, p.compute, programs) for p in param.parts)
+        is_copied = bool(param.parts) or param.storage != param.compute
+        params += stored + (compute if is_copied else 0)
         if param.requires_grad:
             grads += stored if level >= 2 else compute
             if param.owner == stage.index:

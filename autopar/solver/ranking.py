@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import InputKind
 from autopar.plan.schedule import compute_order, in_flight
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, block_table
@@ -152,11 +151,10 @@ class Ranker:
     def _most_once(self, key: tuple[int, int, int, int]) -> float:
         """The most that parameters can cost once per step."""
         problem = self.analysis.problem(key[:3], key[3])
-        params = {i.name for i in self.analysis.graph.of_kind(InputKind.PARAM)}
         total_s = sum(
             len(v.members) * max(o.time_s for o in v.options)
             for v in problem.variables
-            if v.name in params
+            if v.is_once
         )
         for flow in problem.flows:
             if any(reader.when is Pass.STEP for reader in flow.readers):
@@ -167,13 +165,12 @@ class Ranker:
         """Every operator at its cheapest, reshards free."""
         if sizes not in self._least:
             problem = self.analysis.problem(sizes, 1 if sizes[1] > 1 else 0)
-            params = {i.name for i in self.analysis.graph.of_kind(InputKind.PARAM)}
             block_of = self.analysis.chain.block_of
             block_s = [0.0] * len(self.analysis.chain.blocks)
             once_s = 0.0
             for variable in problem.variables:
                 least = min(o.time_s for o in variable.options)
-                if variable.name in params:
+                if variable.is_once:
                     once_s += len(variable.members) * least
                     continue
                 for name in variable.members if least else ():

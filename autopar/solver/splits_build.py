@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from autopar.errors import ConstraintError
-from autopar.ir.graph import Graph, Input, InputKind, Node, TensorMeta
+from autopar.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorMeta
+from autopar.sharding.parameters import parameter_inputs, storage_layout
 from autopar.sharding.placement import Layout, P, Partial, Placement, R, Replicate, Shard
 from autopar.sharding.programs import AXES
 from autopar.sharding.rules import MICROBATCH_STATISTICS
@@ -22,7 +24,6 @@ from autopar.sharding.signature import (
     parts_by_factor,
     replicated_strategy,
 )
-from autopar.sharding.parameters import storage_layout
 from autopar.solver.constraints import may_shard
 from autopar.solver.prices import PriceList, Strategies, operand_layout, result_layout
 from autopar.solver.splits_problem import (
@@ -35,9 +36,10 @@ from autopar.solver.splits_problem import (
     is_once,
 )
 from autopar.solver.splits_structure import DataChoices, Group, GroupKind, SplitsStructure
-from cost_models.memory import parameter_state_bytes
+from cost_models.memory import optimizer_state_bytes, parameter_state_bytes
 
 NORM_OPS = frozenset({"aten.native_layer_norm.default", "aten._fused_rms_norm.default"})
+MAX_PART_COMBINATIONS = 64  # beyond, all parts of a parameter are placed alike
 ROW_SUMS = frozenset({"aten.sum.dim_IntList"})
 
 
@@ -121,12 +123,14 @@ class _Builder:
                     menu = [SplitOption(None, (self._over((group.mb, R, R)),), (), 0.0)]
                 case GroupKind.JOIN:
                     menu = self._join_options(group)
+                case GroupKind.WHOLE:
+                    menu = self._whole_options(group)
             self.menus.append(_without_repeats(menu))
         for at, result, kind in self.structure.charges:
             self._charge(at, result, kind)
         return SplitsProblem(
             variables=tuple(
-                SplitVariable(g.members[0], tuple(g.members), tuple(menu))
+                SplitVariable(g.members[0], tuple(g.members), tuple(menu), self._is_once(g))
                 for g, menu in zip(groups, self.menus, strict=True)
             ),
             flows=tuple(
@@ -137,6 +141,11 @@ class _Builder:
             has_mb=self.has_mb,
             limit_bytes=self.request.limit_bytes,
         )
+
+    def _is_once(self, group: Group) -> bool:
+        entry = self.inputs.get(group.members[0])
+        is_param = entry is not None and entry.kind is InputKind.PARAM
+        return is_param or group.kind is GroupKind.WHOLE
 
     def _over(self, full: Layout) -> Layout:
         """A layout over all of AXES, on the axes that split."""
@@ -164,6 +173,9 @@ class _Builder:
 
     def _param_option(self, entry: Input, meta: TensorMeta, compute: Layout) -> SplitOption:
         request, prices = self.request, self.prices
+        if entry.part is not None:  # stored with the other parts: its whole has the price
+            joint = self._over((R, self._gradient_dp(entry), R))
+            return SplitOption(compute[2], (joint,), (self._over(compute),), 0.0)
         storage = self._over(storage_layout(meta, compute, request.dp, request.zero_level))
         layout = self._over(compute)
         gather_s = prices.move_s(meta, storage, layout) or 0.0
@@ -177,6 +189,71 @@ class _Builder:
             requires_grad=entry.requires_grad,
         )
         return SplitOption(compute[2], (storage,), (layout,), gather_s + update_s, state.total_bytes)
+
+    def _gradient_dp(self, entry: Input) -> Placement:
+        """Placement over dp in which the gradients of a parameter's parts are joined."""
+        found: set[Placement] = set()
+        parts = {e.target for e in parameter_inputs(self.request.graph)[entry.param]}
+        for output in self.request.graph.outputs_of(OutputKind.GRAD):
+            if output.target in parts and output.value is not None:
+                found.add(self._dp(output.value.name))
+        common = found.pop() if len(found) == 1 else P
+        return common if isinstance(common, Partial | Replicate) else R
+
+    def _dp(self, name: str) -> Placement:
+        """Placement of a value over ``dp``."""
+        node = self.structure.nodes.get(name)
+        index = 0
+        if node is not None and node.op == "getitem":
+            name, picked = node.refs()[0], node.args[1]
+            index = picked if isinstance(picked, int) else 0
+        choice = self.request.data.get("dp", {}).get(name, R)
+        return choice.outputs[index] if isinstance(choice, AxisStrategy) else choice
+
+    def _whole_options(self, group: Group) -> list[SplitOption]:
+        """How a parameter in parts is stored, gathered and its gradient joined."""
+        names = self.structure.wholes[group.members[0]]
+        entries = [self.inputs[n] for n in names]
+        menus = [sorted({o.results[0] for o in self.menus[at]}, key=str) for at, _ in group.parts]
+        rows = list(product(*menus))
+        if len(rows) > MAX_PART_COMBINATIONS:
+            rows = [(a,) * len(menus) for a in menus[0] if all(a in m for m in menus[1:])]
+        return [self._whole_option(entries, row) for row in rows]
+
+    def _whole_option(self, entries: Sequence[Input], row: Sequence[Layout]) -> SplitOption:
+        request, prices = self.request, self.prices
+        metas = [e.meta for e in entries if e.meta is not None]
+        part = entries[0].part
+        assert part is not None
+        size = sum(m.shape[part.dim] for m in metas)
+        shape = (*metas[0].shape[: part.dim], size, *metas[0].shape[part.dim + 1 :])
+        whole = TensorMeta(shape, metas[0].dtype)
+        common: Placement = row[0][self.axes.index("tp")] if "tp" in self.axes else R
+        is_common = all(r == row[0] for r in row)
+        if not is_common or (isinstance(common, Shard) and shape[common.dim] % request.tp):
+            common = R
+        storage = self._over(
+            storage_layout(whole, (R, R, common), request.dp, request.zero_level)
+        )
+        apart = self._over((R, R, R))
+        seconds = [prices.move_s(whole, storage, apart)]
+        seconds += [prices.move_s(m, apart, r) for m, r in zip(metas, row, strict=True)]
+        stored = prices.local(whole, storage).bytes
+        memory = stored + sum(
+            prices.local(m, r).bytes for m, r in zip(metas, row, strict=True)
+        )
+        if entries[0].requires_grad:
+            joint = self._over((R, self._gradient_dp(entries[0]), R))
+            refs = tuple(Ref(str(i)) for i in range(len(metas)))
+            seconds.append(
+                prices.model.op_time_s("aten.cat.default", (refs, part.dim), metas, whole)
+            )
+            seconds.append(prices.move_s(whole, joint, storage))
+            seconds.append(stored * request.optimizer_s_per_byte)
+            memory += whole.bytes if request.zero_level < 2 else stored
+            memory += optimizer_state_bytes(request.optimizer, prices.local(whole, storage))
+        total_s = sum(s for s in seconds if s is not None)
+        return SplitOption(None, tuple(row), (), total_s, memory)
 
     # -- operators -----------------------------------------------------------------------------
     def _node_options(self, group: Group, node: Node) -> list[SplitOption]:
@@ -331,7 +408,7 @@ class _Builder:
             for source in sources:
                 for target in targets:
                     have, want = self._seen(source, reader.when), self._seen(target, reader.when)
-                    if (have, want) in moves:
+                    if (have, want) in moves or (shape.is_fixed and have != want):
                         continue
                     time_s = self.prices.move_s(shape.meta, have, want)
                     if time_s is not None:

@@ -58,11 +58,13 @@ class SplitVariable:
         name: Of the first member.
         members: Names in the graph.
         options: At least one.
+        is_once: Whether its seconds fall once per step, whatever the number of micro-batches.
     """
 
     name: str
     members: tuple[str, ...]
     options: tuple[SplitOption, ...]
+    is_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

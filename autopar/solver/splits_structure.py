@@ -1,8 +1,8 @@
 """Who is decided together and who reads what: the part of a splits problem that no size changes.
 
 Operators of one node class with the same splits over ``mb`` and ``dp`` form a *group*; so do inputs,
-wanted outputs with the same layout (*sinks*), and the gradients of a tied parameter (*joins*). The
-same structure serves every size of the axes, as long as the same axes split.
+wanted outputs with the same layout (*sinks*), the gradients of a tied parameter (*joins*), and the
+parts of a parameter that programs read in parts (*wholes*). The same structure serves every size of the axes, as long as the same axes split.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
 from autopar.sharding.decisions import Choice
+from autopar.sharding.parameters import parameter_inputs
 from autopar.sharding.placement import Placement, R, Replicate
 from autopar.sharding.signature import AxisStrategy
 from autopar.sharding.stages import VIEW_OPS, assign_stages, stage_demands
@@ -29,6 +30,7 @@ class GroupKind(StrEnum):
     NODE = "node"
     SINK = "sink"
     JOIN = "join"
+    WHOLE = "whole"
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class Group:
         saved: Results that forward keeps for backward.
         is_read: Whether some operator reads it.
         mb: Placement over ``mb`` of a sink.
-        parts: (group, result) of what a join adds.
+        parts: (group, result) of what a join adds or a whole consists of.
     """
 
     kind: GroupKind
@@ -62,13 +64,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FlowShape:
-    """A class of values: producer, readers, how many, shape."""
+    """A class of values: producer, readers, how many, shape.
+
+    A fixed one must be read in the layout in which it is made.
+    """
 
     group: int
     result: int
     count: int
     readers: tuple[Reader, ...]
     meta: TensorMeta
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,7 @@ class SplitsStructure:
         charges: (group, result, ``"loss"`` or ``"grad"``): results that cost something at the end.
         metas: Global metas of values with one result.
         nodes: Operators by name.
+        wholes: Name of a whole -> names of its part inputs, in order.
         backward: Operators of the backward pass.
         has_mb: Whether ``mb`` splits.
     """
@@ -90,6 +97,7 @@ class SplitsStructure:
     charges: tuple[tuple[int, int, str], ...]
     metas: Mapping[str, TensorMeta]
     nodes: Mapping[str, Node]
+    wholes: Mapping[str, tuple[str, ...]]
     backward: frozenset[str]
     has_mb: bool
 
@@ -141,14 +149,16 @@ class _Maker:
         metas = {n: m for n, m in self.graph.metas().items() if isinstance(m, TensorMeta)}
         body, prologue = self._runs()
         self._inputs()
+        wholes = self._wholes()
         self._operators(body, prologue, self._saved(nodes))
         charges = self._outputs()
         return SplitsStructure(
             groups=tuple(self.groups),
-            flows=self._flows(nodes, metas),
+            flows=(*self._flows(nodes, metas), *self._links(wholes, metas)),
             charges=charges,
             metas=metas,
             nodes=nodes,
+            wholes=wholes,
             backward=self.backward,
             has_mb=self.has_mb,
         )
@@ -227,6 +237,33 @@ class _Maker:
             )
             group = Group(GroupKind.INPUT, [entry.name], is_read=entry.name in read)
             self._add(key, entry.name, group)
+
+    def _wholes(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that are read in parts: their parts are stored, and gathered, together."""
+        found: dict[str, tuple[str, ...]] = {}
+        for target, entries in parameter_inputs(self.graph).items():
+            if entries[0].part is not None:
+                names = tuple(e.name for e in entries)
+                places = tuple((self.group_of[n], 0) for n in names)
+                name = f"whole {target}"
+                group = Group(GroupKind.WHOLE, [name], parts=places)
+                self._add(("whole", places), name, group)
+                found[name] = names
+        return found
+
+    def _links(
+        self, wholes: Mapping[str, tuple[str, ...]], metas: Mapping[str, TensorMeta]
+    ) -> list[FlowShape]:
+        """What ties a whole to its parts: it is stored in the layout in which they are read."""
+        links = []
+        for at, group in enumerate(self.groups):
+            if group.kind is GroupKind.WHOLE:
+                names = wholes[group.members[0]]
+                for operand, (part, result) in enumerate(group.parts):
+                    reader = Reader(at, operand, Pass.STEP)
+                    count, meta = len(group.members), metas[names[operand]]
+                    links.append(FlowShape(part, result, count, (reader,), meta, is_fixed=True))
+        return links
 
     def _operators(self, body: set[str], prologue: set[str], saved: set[str]) -> None:
         used: dict[str, set[int]] = {}

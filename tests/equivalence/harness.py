@@ -77,6 +77,27 @@ def actions_for(
     )
 
 
+def run(
+    problem: Problem,
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    microbatches: int,
+    kind: ScheduleKind,
+    zero: Sequence[int] = (),
+) -> SimulatedStep:
+    """One step of all ranks."""
+    return simulate_step(
+        programs,
+        mesh,
+        actions_for(programs, mesh, microbatches, kind, zero or (0,) * mesh.num_stages),
+        params=whole_parameters(problem.graph, problem.values),
+        inputs=problem.of_kind(InputKind.USER),
+        buffers=problem.of_kind(InputKind.BUFFER),
+        constants=problem.of_kind(InputKind.CONSTANT),
+        rng_key=torch.tensor(problem.rng_key),
+    )
+
+
 def simulate(
     problem: Problem,
     decisions: Decisions,
@@ -85,18 +106,8 @@ def simulate(
 ) -> tuple[LocalPrograms, SimulatedStep]:
     """Localize and run one step of all ranks."""
     programs = localize(problem.graph, decisions, problem.signatures)
-    zero = decisions.zero_levels or (0,) * mesh.num_stages
-    step = simulate_step(
-        programs,
-        mesh,
-        actions_for(programs, mesh, decisions.axis_sizes[0], kind, zero),
-        params=whole_parameters(problem.graph, problem.values),
-        inputs=problem.of_kind(InputKind.USER),
-        buffers=problem.of_kind(InputKind.BUFFER),
-        constants=problem.of_kind(InputKind.CONSTANT),
-        rng_key=torch.tensor(problem.rng_key),
-    )
-    return programs, step
+    count = decisions.axis_sizes[0]
+    return programs, run(problem, programs, mesh, count, kind, decisions.zero_levels)
 
 
 def worst_difference(
