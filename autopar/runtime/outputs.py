@@ -41,6 +41,8 @@ class NotGathered:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols that are looked up, such as copying
+            raise AttributeError(name)
         self.refuse()
 
     def __getitem__(self, key: object) -> NoReturn:
@@ -110,7 +112,12 @@ def _guarded_class(kind: type[Mapping[object, object]]) -> type:
         return _given(base_attribute(self, name))
 
     def read_item(self: Mapping[object, object], key: object) -> object:
+        if isinstance(key, int | slice):  # model outputs are also tuples of what they hold
+            return _given(to_tuple(self)[key])
         return _given(base_item(self, key))
+
+    def to_tuple(self: Mapping[object, object]) -> tuple[object, ...]:
+        return tuple(self.values())
 
     return type(
         kind.__name__,
@@ -118,6 +125,7 @@ def _guarded_class(kind: type[Mapping[object, object]]) -> type:
         {
             "__getattribute__": read_attribute,
             "__getitem__": read_item,
+            "to_tuple": to_tuple,
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
             "__doc__": kind.__doc__,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.errors import ConfigError
 from autopar.ir.graph import Part, TensorMeta
 from autopar.plan.types import MeshShape
 from autopar.runtime.materialise import InitialValues, Slot, Tied, find_tensors
@@ -207,7 +208,10 @@ def _buffer(
     stages = local.buffer_stages.get(name, ())
     is_own = not stages or any(mesh_shape.pipeline_rank(stage) == pp for stage in stages)
     if not stages and tied.tensor.is_meta:
-        return tied.tensor  # nothing reads it
+        try:
+            return values.whole(name).to(place.device)
+        except ConfigError:
+            return tied.tensor  # nothing reads it
     if not is_own and not values.is_collective(name):
         return None
     whole = values.whole(name)

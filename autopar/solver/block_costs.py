@@ -189,7 +189,7 @@ class _Table:
                 if reader.when is not Pass.STEP:
                     continue
                 source = self._option(flow.variable).results[flow.result]
-                target = self._option(reader.variable).operands[0]
+                target = self._option(reader.variable).operands[reader.operand]
                 pair = (self.problem.seen(source, Pass.STEP), self.problem.seen(target, Pass.STEP))
                 time_s = flow.moves[pair].time_s * self.problem.weight(Pass.STEP)
                 reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s

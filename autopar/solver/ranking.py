@@ -214,7 +214,8 @@ class Ranker:
                 continue
             if best is None or found.surrogate_s < best.surrogate_s:
                 best = found
-            if set(found.recompute_words) == {"none"}:
+            is_free = set(found.recompute_words) == {"none"}
+            if is_free and not (is_final and level == 1):
                 break  # memory does not bind: leaner levels only cost time
         if best is not None:
             return best

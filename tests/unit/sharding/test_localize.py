@@ -8,12 +8,12 @@ from autopar.errors import ShardingError
 from autopar.ir.graph import Graph, InputKind, OutputKind, TensorMeta
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.parameters import storage_layout
 from autopar.sharding.placement import P, R, Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
 from autopar.sharding.signature import axis_strategies
 from autopar.sharding.stages import assign_stages, stage_demands
-from autopar.sharding.parameters import storage_layout
 from tests.graphs import mlp
 
 
