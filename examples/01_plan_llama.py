@@ -1,6 +1,6 @@
 """Plan Llama-3-8B for 32 H100s on any machine: no weights, no GPU, no launch.
 
-    python examples/01_plan_llama.py
+python examples/01_plan_llama.py
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def main() -> None:
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     built_s = time.perf_counter()
-    model = autopar.compile(
-        model, devices="4x8:h100-sxm", inputs={"input_ids": ids, "labels": ids}
-    )
+    model = autopar.compile(model, devices="4x8:h100-sxm", inputs={"input_ids": ids, "labels": ids})
     planned_s = time.perf_counter()
     print(model.report())
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_PER_GIB

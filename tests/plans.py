@@ -27,9 +27,7 @@ def hand_made_plan(
     """A plan that needs no search."""
     graph = captured.graph
     signatures = signatures_of(graph)
-    data = split_data_axes(
-        graph, signatures, num_microbatches=num_microbatches, dp=mesh.dp
-    ).choices
+    data = split_data_axes(graph, signatures, num_microbatches=num_microbatches, dp=mesh.dp).choices
     choices = dict(data)
     if mesh.tp > 1:
         choices["tp"] = _tensor_splits(graph, data, (num_microbatches, mesh.dp, mesh.tp), seed)
@@ -47,7 +45,9 @@ def hand_made_plan(
         stages=tuple(
             StagePlan(
                 index=s,
-                devices=tuple(mesh.rank_of(mesh.pipeline_rank(s), 0, 0) + i for i in range(per_rank)),
+                devices=tuple(
+                    mesh.rank_of(mesh.pipeline_rank(s), 0, 0) + i for i in range(per_rank)
+                ),
                 first=firsts[s],
                 zero_level=zero,
             )

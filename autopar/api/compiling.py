@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from autopar.api.environment import (
     local_machine,
     world_size,
 )
-from autopar.api.options import UserConstraints, as_call
+from autopar.api.options import ConstraintOptions, UserConstraints, as_call, user_constraints
 from autopar.api.planning import agree_on_plan
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
@@ -60,7 +60,7 @@ class _Order:
     given: Mapping[str, torch.Tensor] | None
 
 
-def compile(  # noqa: PLR0913  # one option per decision that a user may fix
+def compile(  # noqa: PLR0913
     model: M,
     devices: Devices | None = None,
     inputs: object = None,
@@ -73,20 +73,9 @@ def compile(  # noqa: PLR0913  # one option per decision that a user may fix
     outputs: Sequence[str] = (),
     seed: int = 0,
     state_dict: Mapping[str, torch.Tensor] | None = None,
-    dp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    virtual: int | None = None,
-    num_microbatches: int | None = None,
-    schedule: str | None = None,
-    zero: int | None = None,
-    recompute: str | Mapping[str, str] | None = None,
-    placements: Mapping[str, str] | None = None,
-    stages: Sequence[str] = (),
-    sequence_parallel: bool | None = None,
-    microbatch_statistics: bool = False,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
 
@@ -112,42 +101,21 @@ def compile(  # noqa: PLR0913  # one option per decision that a user may fix
         outputs: Paths of outputs, beside the loss, that training returns whole.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
-        dp: Ranks that split the batch.
-        tp: Ranks that split operators.
-        pp: Pipeline ranks.
-        virtual: Stages per pipeline rank.
-        num_microbatches: Micro-batches per step.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
-        zero: ZeRO level, 0 to 3.
-        recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
-        placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``.
-        stages: First module of stages 1, 2, ...
-        sequence_parallel: True forces, False forbids it.
-        microbatch_statistics: Take batch statistics per micro-batch: another function of the
-            batch, as gradient accumulation on one device.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
+        constraints: Decisions that are taken already, such as ``pp=2`` or ``zero=1``; all of them
+            are listed at :class:`~autopar.api.options.ConstraintOptions`.
 
     Raises:
         ConfigError: An argument is wrong, the launch does not fit, the plan is another model's.
         CaptureError: The model can't be captured.
         InfeasibleError: No plan fits the memory.
     """
-    if is_compiled(model):
-        raise ConfigError(
-            f"this {type(model).__name__} is compiled already; build a new one to compile it again"
-        )
-    if on_unknown not in _ON_UNKNOWN:
-        raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
+    _check_arguments(model, on_unknown)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
-        constraints=UserConstraints(
-            dp=dp, tp=tp, pp=pp, virtual=virtual, num_microbatches=num_microbatches,
-            schedule=schedule, zero=zero, recompute=recompute, placements=placements or {},
-            stages=stages, sequence_parallel=sequence_parallel,
-            microbatch_statistics=microbatch_statistics,
-        ),
+        constraints=user_constraints(constraints),
         plan=given_plan,
         loss=loss,
         optimizer=optimizer,
@@ -176,6 +144,15 @@ def compile(  # noqa: PLR0913  # one option per decision that a user may fix
             state.plan = state.session.plan
     extend(model, state)
     return model
+
+
+def _check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
+    if is_compiled(model):
+        raise ConfigError(
+            f"this {type(model).__name__} is compiled already; build a new one to compile it again"
+        )
+    if on_unknown not in _ON_UNKNOWN:
+        raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
 
 
 def plan(  # noqa: PLR0913

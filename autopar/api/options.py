@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TypedDict
 
 import torch
 
@@ -12,9 +14,42 @@ from autopar.plan.types import ScheduleKind
 from autopar.solver.constraints import Constraints
 
 
+class ConstraintOptions(TypedDict, total=False):
+    """Decisions that a user of :func:`autopar.compile` may take; what is left out is free.
+
+    Attributes:
+        dp: Ranks that split the batch.
+        tp: Ranks that split operators.
+        pp: Pipeline ranks.
+        virtual: Stages per pipeline rank.
+        num_microbatches: Micro-batches per step.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
+        zero: ZeRO level, 0 to 3.
+        recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
+        placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``.
+        stages: First module of stages 1, 2, ...
+        sequence_parallel: True forces, False forbids it.
+        microbatch_statistics: Take batch statistics per micro-batch: another function of the
+            batch, as gradient accumulation on one device.
+    """
+
+    dp: int | None
+    tp: int | None
+    pp: int | None
+    virtual: int | None
+    num_microbatches: int | None
+    schedule: str | None
+    zero: int | None
+    recompute: str | Mapping[str, str] | None
+    placements: Mapping[str, str]
+    stages: Sequence[str]
+    sequence_parallel: bool | None
+    microbatch_statistics: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserConstraints:
-    """The keyword options of :func:`autopar.compile` that fix decisions; None means free."""
+    """:class:`ConstraintOptions` as a value; None means free."""
 
     dp: int | None = None
     tp: int | None = None
@@ -56,6 +91,24 @@ class UserConstraints:
             sequence_parallel=self.sequence_parallel,
             microbatch_statistics=self.microbatch_statistics,
         )
+
+
+def user_constraints(options: ConstraintOptions) -> UserConstraints:
+    """The options as a value.
+
+    Raises:
+        ConfigError: There is no such option.
+    """
+    known = [item.name for item in fields(UserConstraints)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(
+                f"autopar.compile() has no option {name!r}; {hint}decisions that can be fixed are "
+                f"{', '.join(known)}"
+            )
+    return UserConstraints(**options)
 
 
 def as_call(

@@ -52,6 +52,34 @@ def fold_words(words: Mapping[str, str]) -> tuple[tuple[str, int, str], ...]:
     return tuple(rows)
 
 
+def fold_braces(names: Iterable[str]) -> tuple[str, ...]:
+    """Dotted names that differ in one part alone written once, the last two parts only.
+
+    >>> fold_braces(["h.ln_1.weight", "h.ln_1.bias", "h.ln_2.weight", "h.ln_2.bias", "wte"])
+    ('h.{ln_1,ln_2}.{weight,bias}', 'wte')
+    """
+    folded = tuple(dict.fromkeys(names))
+    for position in (1, 2):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in folded:
+            parts = name.split(".")
+            at = len(parts) - position
+            # a lone part, or a layer's star, is no alternative to others
+            can_fold = at > 0 and parts[at] != "*"
+            before = ".".join(parts[:at]) if can_fold else name
+            after = ".".join(parts[at + 1 :]) if can_fold else ""
+            groups.setdefault((before, after), []).append(parts[at] if can_fold else "")
+        folded = tuple(
+            ".".join(part for part in (before, _braced(found), after) if part)
+            for (before, after), found in groups.items()
+        )
+    return folded
+
+
+def _braced(parts: list[str]) -> str:
+    return f"{{{','.join(parts)}}}" if len(parts) > 1 else parts[0]
+
+
 def fold_ranks(ranks: Iterable[int]) -> str:
     """Numbers as ranges.
 

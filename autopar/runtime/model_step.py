@@ -151,10 +151,7 @@ class ModelStep:
         else:
             found = self._run_backward(tangents)
         self._gradients = None
-        result: list[torch.Tensor | None] = []
-        for item in self._trained:
-            result.append(item.join(found))
-        return tuple(result)
+        return tuple([item.join(found) for item in self._trained])
 
     def _scaled(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         value, used = float(tangent), self._used_tangent

@@ -234,12 +234,16 @@ def _to_positions(optimizer: Optimizer, state_dict: StateDict, guard: OptimizerG
         first = position
         for parameter in group["params"]:
             name = guard.names.get(id(parameter), position)
+            item = guard.store.get(str(name))
+            if item is not None and name not in known:  # saved under another name of a tied weight
+                aliases = guard.store.names[item.spec.name]
+                name = next((alias for alias in aliases if alias in known), name)
             if name not in known and name != "":
                 raise ConfigError(
                     f"optimizer state dict has no parameter {name!r}; it lists {len(known)} others"
                 )
             if name in state:
-                new_state[position] = _localised(state[name], guard.store.get(str(name)))
+                new_state[position] = _localised(state[name], item)
             position += 1
         new_groups.append({**saved, "params": list(range(first, position))})
     return {**state_dict, "state": new_state, "param_groups": new_groups}

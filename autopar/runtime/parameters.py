@@ -208,11 +208,18 @@ class ParameterStore:
     Args:
         stored: The parameters of this rank's own stages; empty on idle ranks.
         every: Specs of all parameters of the model, the same on all ranks, as they rest.
+        names: First name of a tensor -> all its names.
     """
 
-    def __init__(self, stored: Iterable[StoredParameter], every: Mapping[str, ParamSpec]) -> None:
+    def __init__(
+        self,
+        stored: Iterable[StoredParameter],
+        every: Mapping[str, ParamSpec],
+        names: Mapping[str, tuple[str, ...]],
+    ) -> None:
         self._stored = {item.spec.name: item for item in stored}
         self.every = dict(every)
+        self.names = dict(names)
 
     def __iter__(self) -> Iterator[StoredParameter]:
         return iter(self._stored.values())

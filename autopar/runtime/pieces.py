@@ -1,16 +1,17 @@
 """Parameters that programs read in slices, each slice with a layout of its own.
 
 A fused projection (the joint query, key and value weight of GPT-2) is one parameter to the user and
-several to the programs. At rest it is one ``DTensor``. Where all slices have one layout that does not
-split the sliced dim, their buffers are views of it. Else the ``DTensor`` is cut plainly by torch's
-rule and the slices have buffers of their own, filled before each step from the whole parameter;
-their gradients come back the same way.
+several to the programs. At rest it is one ``DTensor``. Where all slices have one layout that does
+not split the sliced dim, their buffers are views of it. Else the ``DTensor`` is cut plainly by
+torch's rule and the slices have buffers of their own, filled before each step from the whole
+parameter; their gradients come back the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.errors import PassError
 from autopar.ir.graph import Graph, InputKind, Part, TensorMeta
@@ -118,7 +119,7 @@ def _compose(
 
 def _touch(bounds: Iterable[tuple[int, int]]) -> bool:
     listed = list(bounds)
-    return all(a[1] == b[0] for a, b in zip(listed, listed[1:], strict=False))
+    return all(a[1] == b[0] for a, b in pairwise(listed))
 
 
 def _plain(layout: list[Placement], meta: TensorMeta, sizes: tuple[int, ...]) -> Layout:

@@ -106,37 +106,23 @@ def move_in(
         model, {**parameters, **buffers}, seed=seed, given=given,
         distributed=place.is_distributed,
     )  # fmt: skip
-    is_idle = place.rank >= mesh_shape.num_ranks
-    pp, dp, tp = (-1, 0, 0) if is_idle else mesh_shape.coordinate(place.rank)
     found = compositions(local, parts, {name: _meta(t.tensor) for name, t in parameters.items()})
     whole_ones = {name: _composition(name, tied, found) for name, tied in parameters.items()}
+    movers = _Movers(values, local, mesh_shape, mesh, place, is_given=bool(given))
     stored: list[StoredParameter] = []
     replaced: dict[str, torch.nn.Parameter] = {}
     pending: list[tuple[Tied, torch.Tensor | None]] = []
     for name, tied in parameters.items():
-        composition = whole_ones[name]
-        spec = composition.spec
-        is_own = mesh_shape.pipeline_rank(spec.owner) == pp
-        old = tied.tensor
-        assert isinstance(old, torch.nn.Parameter)
-        if is_own and mesh is None and not old.is_meta and _is_kept(old, place, given):
-            stored.append(adopt_parameter(composition, old))
-            continue
-        item = None
-        if is_own or values.is_collective(name):
-            whole = values.whole(name)
-            if is_own:
-                item = store_parameter(
-                    composition, whole, axis_sizes=local.axis_sizes, coordinate=(dp, tp), mesh=mesh,
-                    device=place.device,
-                )  # fmt: skip
-                item.parameter.__dict__.update(old.__dict__)
-                stored.append(item)
-        replaced[name] = old
-        pending.append((tied, None if item is None else item.parameter))
+        item = movers.parameter(name, tied.tensor, whole_ones[name])
+        if item is not None:
+            stored.append(item)
+        if item is None or item.parameter is not tied.tensor:
+            assert isinstance(tied.tensor, torch.nn.Parameter)
+            replaced[name] = tied.tensor
+            pending.append((tied, None if item is None else item.parameter))
     kept: dict[str, torch.Tensor] = {}
     for name, tied in buffers.items():
-        tensor = _buffer(name, tied, local, mesh_shape, pp, values, place)
+        tensor = movers.buffer(name, tied.tensor)
         if tensor is not None:
             kept[name] = tensor
         pending.append((tied, tensor))
@@ -144,10 +130,11 @@ def move_in(
     for tied, tensor in pending:
         for slot in tied.slots:
             slot.put(tensor)
+    names = {name: tied.names for name, tied in (*parameters.items(), *buffers.items())}
     residents = Residents(
-        store=ParameterStore(stored, {n: c.spec for n, c in whole_ones.items()}),
+        store=ParameterStore(stored, {n: c.spec for n, c in whole_ones.items()}, names),
         buffers=kept,
-        names={name: tied.names for name, tied in (*parameters.items(), *buffers.items())},
+        names=names,
         saved_order=tuple(name for name, tied in buffers.items() if _is_saved(tied)),
         buffer_metas={name: _meta(tied.tensor) for name, tied in buffers.items()},
         skeletons=skeletons,
@@ -162,12 +149,6 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
 def _is_saved(tied: Tied) -> bool:
     slot = tied.slots[0]
     return slot.attribute not in slot.module._non_persistent_buffers_set
-
-
-def _is_kept(
-    old: torch.nn.Parameter, place: Place, given: Mapping[str, torch.Tensor] | None
-) -> bool:
-    return old.device == place.device and not given and old.is_contiguous()
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,30 +177,75 @@ def _composition(name: str, tied: Tied, found: Mapping[str, Composition]) -> Com
     return Composition(spec, ((spec, None),), is_joint=True)
 
 
-def _buffer(
-    name: str,
-    tied: Tied,
-    local: LocalPrograms,
-    mesh_shape: MeshShape,
-    pp: int,
-    values: InitialValues,
-    place: Place,
-) -> torch.Tensor | None:
-    stages = local.buffer_stages.get(name, ())
-    is_own = not stages or any(mesh_shape.pipeline_rank(stage) == pp for stage in stages)
-    if not stages and tied.tensor.is_meta:
-        try:
-            return values.whole(name).to(place.device)
-        except ConfigError:
-            return tied.tensor  # nothing reads it
-    if not is_own and not values.is_collective(name):
-        return None
-    whole = values.whole(name)
-    if not is_own:
-        return None
-    old = tied.tensor
-    if old.device == place.device:  # keep the object: the user may hold it
-        if whole.data_ptr() != old.data_ptr():
-            old.copy_(whole)
-        return old
-    return whole.to(place.device).clone()
+class _Movers:
+    """Makes this rank's tensors, one by one, in the model's order on every rank."""
+
+    def __init__(
+        self,
+        values: InitialValues,
+        local: LocalPrograms,
+        mesh_shape: MeshShape,
+        mesh: DeviceMesh | None,
+        place: Place,
+        *,
+        is_given: bool,
+    ) -> None:
+        is_idle = place.rank >= mesh_shape.num_ranks
+        coordinate = (-1, 0, 0) if is_idle else mesh_shape.coordinate(place.rank)
+        self._pp, self._dp, self._tp = coordinate
+        self._values = values
+        self._local = local
+        self._mesh_shape = mesh_shape
+        self._mesh = mesh
+        self._place = place
+        self._is_given = is_given
+
+    def parameter(
+        self, name: str, old: torch.Tensor, composition: Composition
+    ) -> StoredParameter | None:
+        """The parameter as it is stored here; None if another stage owns it."""
+        is_own = self._mesh_shape.pipeline_rank(composition.spec.owner) == self._pp
+        if is_own and self._is_kept(old):
+            assert isinstance(old, torch.nn.Parameter)
+            return adopt_parameter(composition, old)
+        if not is_own and not self._values.is_collective(name):
+            return None
+        whole = self._values.whole(name)
+        if not is_own:
+            return None
+        item = store_parameter(
+            composition,
+            whole,
+            axis_sizes=self._local.axis_sizes,
+            coordinate=(self._dp, self._tp),
+            mesh=self._mesh,
+            device=self._place.device,
+        )
+        item.parameter.__dict__.update(old.__dict__)
+        return item
+
+    def _is_kept(self, old: torch.Tensor) -> bool:
+        """Whether one device goes on with the user's own parameter."""
+        is_alone = self._mesh is None and not self._is_given
+        return is_alone and old.device == self._place.device and old.is_contiguous()
+
+    def buffer(self, name: str, old: torch.Tensor) -> torch.Tensor | None:
+        """The whole buffer; None if only other stages read it."""
+        stages = self._local.buffer_stages.get(name, ())
+        if not stages and old.is_meta:
+            try:
+                return self._values.whole(name).to(self._place.device)
+            except ConfigError:
+                return old  # nothing reads it
+        own = {s for s in stages if self._mesh_shape.pipeline_rank(s) == self._pp}
+        is_own = bool(own) or not stages
+        if not is_own and not self._values.is_collective(name):
+            return None
+        whole = self._values.whole(name)
+        if not is_own:
+            return None
+        if old.device == self._place.device:  # keep the object: the user may hold it
+            if whole.data_ptr() != old.data_ptr():
+                old.copy_(whole)
+            return old
+        return whole.to(self._place.device).clone()

@@ -37,18 +37,28 @@ class Outcome:
     fits: bool
 
 
-def assemble_plan(
-    analysis: Analysis,
-    winner: Outcome,
-    outcomes: Sequence[Outcome],
-    ranked: Sequence[Ranked],
-    misfits: Sequence[Misfit],
-    *,
-    model_hash: str,
-    limit_bytes: int,
-    bound_s: float,
-    stopped_by: str,
-) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """All that was considered.
+
+    Attributes:
+        outcomes: What was simulated, the winner included.
+        ranked: What was estimated, best first.
+        misfits: What does not fit.
+        limit_bytes: Memory of a device.
+        bound_s: Lower bound over the declared space.
+        stopped_by: ``""``, ``"work"`` or ``"time"``.
+    """
+
+    outcomes: Sequence[Outcome]
+    ranked: Sequence[Ranked]
+    misfits: Sequence[Misfit]
+    limit_bytes: int
+    bound_s: float
+    stopped_by: str
+
+
+def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_hash: str) -> Plan:
     """The plan of a winner, with those that lost and why."""
     shape = winner.ranked.shape
     used = shape.mesh.num_ranks
@@ -66,8 +76,8 @@ def assemble_plan(
     ]
     if used < total:
         assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
-    if stopped_by:
-        assumptions.append(f"the search was stopped by its limit of {stopped_by}")
+    if field.stopped_by:
+        assumptions.append(f"the search was stopped by its limit of {field.stopped_by}")
     return Plan(
         model_hash=model_hash,
         cluster=str(analysis.cluster),
@@ -80,12 +90,12 @@ def assemble_plan(
         microbatch_statistics=analysis.constraints.microbatch_statistics,
         time_s=winner.figures.step_s,
         objective_s=winner.ranked.surrogate_s,
-        bound_s=bound_s,
+        bound_s=min(field.bound_s, winner.figures.step_s),
         peak_bytes=winner.figures.peak_bytes,
-        memory_limit_bytes=limit_bytes,
+        memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
-        constraints=_constraints(analysis, winner, defaults),
-        runners_up=_runners_up(winner, outcomes, ranked, misfits, limit_bytes),
+        constraints=_constraints(analysis, defaults),
+        runners_up=_runners_up(winner, field),
         unruled=_unruled(analysis),
         assumptions=tuple(assumptions),
         provenance={"prices": analysis.model.source, "splits": winner.ranked.splits.status},
@@ -127,7 +137,7 @@ def _scopes(scopes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _constraints(
-    analysis: Analysis, winner: Outcome, defaults: dict[str, tuple[str, str]]
+    analysis: Analysis, defaults: dict[str, tuple[str, str]]
 ) -> tuple[AppliedConstraint, ...]:
     """Constraints in force; patterns say what they matched."""
     found = []
@@ -145,7 +155,6 @@ def _constraints(
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             item = replace(item, effect=f"{len(names)} parameters: {shown}")
         found.append(item)
-    del winner
     return tuple(found)
 
 
@@ -176,18 +185,12 @@ def _candidate(ranked: Ranked, time_s: float, peak_bytes: int, reason: str) -> C
     )
 
 
-def _runners_up(
-    winner: Outcome,
-    outcomes: Sequence[Outcome],
-    ranked: Sequence[Ranked],
-    misfits: Sequence[Misfit],
-    limit_bytes: int,
-) -> tuple[Candidate, ...]:
+def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
     """Those that lost: simulated ones first, then the best of each mesh, then what did not fit."""
     best_s = winner.figures.step_s
     found: list[Candidate] = []
     seen = {winner.ranked.shape}
-    for outcome in sorted(outcomes, key=lambda o: o.figures.step_s):
+    for outcome in sorted(field.outcomes, key=lambda o: o.figures.step_s):
         if outcome is winner:
             continue
         seen.add(outcome.ranked.shape)
@@ -195,17 +198,17 @@ def _runners_up(
         if outcome.fits:
             reason = "simulated: " + reason_text(outcome.figures.step_s, best_s)
         else:
-            reason = f"needs {format_bytes(peak)}, the limit is {format_bytes(limit_bytes)}"
+            reason = f"needs {format_bytes(peak)}, the limit is {format_bytes(field.limit_bytes)}"
         found.append(_candidate(outcome.ranked, outcome.figures.step_s, peak, reason))
     meshes = {shape.mesh for shape in seen}
-    for item in ranked:
+    for item in field.ranked:
         if item.shape in seen or item.shape.mesh in meshes:
             continue
         meshes.add(item.shape.mesh)
-        reason = "estimated: " + reason_text(item.surrogate_s, best_s)
+        reason = "estimated: " + reason_text(item.estimate_s, best_s)
         peak = max(item.stages.memory_bytes)
-        found.append(_candidate(item, item.surrogate_s, peak, reason))
-    for misfit in misfits:
+        found.append(_candidate(item, item.estimate_s, peak, reason))
+    for misfit in field.misfits:
         if misfit.shape.mesh in meshes:
             continue
         meshes.add(misfit.shape.mesh)
@@ -219,7 +222,7 @@ def _runners_up(
                 time_s=0.0,
                 peak_bytes=misfit.needed_bytes,
                 reason=f"needs at least {format_bytes(misfit.needed_bytes)}, "
-                f"the limit is {format_bytes(limit_bytes)}",
+                f"the limit is {format_bytes(field.limit_bytes)}",
             )
         )
     return tuple(found[:MAX_RUNNERS_UP])

@@ -1,8 +1,8 @@
 """What each block costs under chosen splits: the menus from which stages are built.
 
 Seconds are sums of the same prices as in the splits problem, laid out by block and pass. Bytes are
-estimates (the local programs of a plan that is kept are measured exactly): what backward reads, with
-views resolved, in the layout in which it is kept. Three ways to run a block:
+estimates (a plan that is kept is measured exactly): what backward reads, with views resolved, in
+the layout in which it is kept. Three ways to run a block:
 
 * ``none``: everything that backward reads is kept;
 * ``selective``: matmuls, convolutions and attention are kept, what lies between is made again;
@@ -176,7 +176,7 @@ class _Table:
         return time_s
 
     def _parameters(self, seconds: list[_Seconds]) -> None:
-        """State, gathering and gradient reduction: with the first block that reads the parameter."""
+        """State, gathering, gradient reduction: with the first block that reads the parameter."""
         home: dict[str, int] = {}
         block_of = self.analysis.chain.block_of
         for node in self.analysis.graph.nodes:
@@ -309,9 +309,7 @@ class _Table:
                 saved_bytes=saved,
                 transient_bytes=transient,
             )
-            is_worse = any(
-                o.saved_bytes <= saved and o.total_s <= option.total_s for o in menu
-            )
+            is_worse = any(o.saved_bytes <= saved and o.total_s <= option.total_s for o in menu)
             if not is_worse or len(words) == 1:
                 menu.append(option)
         return tuple(menu)

@@ -277,9 +277,7 @@ def _block_of(graph: Graph, stage_map: StageMap) -> dict[str, int]:
     return block_of
 
 
-def _common_nodes(
-    graph: Graph, stage_map: StageMap, block_of: Mapping[str, int]
-) -> set[str]:
+def _common_nodes(graph: Graph, stage_map: StageMap, block_of: Mapping[str, int]) -> set[str]:
     """What every stage makes for itself and several blocks need: part of no repeated structure."""
     loose = {n.name for n in graph.nodes if n.name not in stage_map.stage}
     readers: dict[str, set[int]] = {name: set() for name in loose}

@@ -1,8 +1,8 @@
 """Which plans are considered: mesh shapes, micro-batches, schedules.
 
-Tensor-parallel groups stay inside a machine unless the user asks for more. A shape may leave devices
-idle: the full count is tried, and its successive halves (every count up to eight devices), since a
-model that is too small loses by splitting further.
+Tensor-parallel groups stay inside a machine unless the user asks for more. A shape may leave
+devices idle: the full count is tried, and its successive halves (every count up to eight devices),
+since a model that is too small loses by splitting further.
 """
 
 from __future__ import annotations

@@ -58,10 +58,14 @@ class Constraints:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConstraintError(f"constraint {name}={value}: the least is 1; leave it out for any")
+                raise ConstraintError(
+                    f"constraint {name}={value}: the least is 1; leave it out for any"
+                )
         if self.zero is not None and self.zero not in ZERO_LEVELS:
             raise ConstraintError(f"constraint zero={self.zero}: the levels are 0, 1, 2 and 3")
-        words = [self.recompute] if isinstance(self.recompute, str) else (self.recompute or {}).values()
+        words = (
+            [self.recompute] if isinstance(self.recompute, str) else (self.recompute or {}).values()
+        )
         for word in words:
             if word not in RECOMPUTE_WORDS:
                 raise ConstraintError(
@@ -118,7 +122,9 @@ def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
     if not names:
         return
     if len(set(names)) != len(names):
-        raise ConstraintError(f"constraint boundaries={names}: a module is named twice; name it once")
+        raise ConstraintError(
+            f"constraint boundaries={names}: a module is named twice; name it once"
+        )
     stages = (constraints.pp or 0) * (constraints.virtual or 1)
     if constraints.pp is not None and len(names) != stages - 1:
         raise ConstraintError(
@@ -240,7 +246,9 @@ def applied_constraints(
         "sequence_parallel": "norms on shards of the sequence",
     }
     found = [
-        AppliedConstraint(name=name, value=str(getattr(constraints, name)), origin="user", effect=text)
+        AppliedConstraint(
+            name=name, value=str(getattr(constraints, name)), origin="user", effect=text
+        )
         for name, text in effects.items()
         if getattr(constraints, name) is not None
     ]

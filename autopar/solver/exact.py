@@ -8,16 +8,15 @@ lists. Nothing of the solver's own tables is used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
-from autopar.sharding.placement import Layout, local_shape
+from autopar.sharding.placement import Layout, R, local_shape
 from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
-from autopar.sharding.placement import R
 from cost_models.base import CostModel, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.memory import (
@@ -110,28 +109,8 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     finish_s = 0.0
     for stage in programs.stages:
         figures, stage_seconds, last_s = _stage(programs, stage, setting, groups, flights)
-        out_s = [s for (source, _), s in links.items() if source == stage.index]
-        p2p_s = max(out_s, default=0.0)
-        time = figures.time
-        time = TimeParts(
-            forward_s=time.forward_s,
-            backward_s=time.backward_s,
-            forward_comm_s=time.forward_comm_s,
-            backward_comm_s=time.backward_comm_s,
-            p2p_s=p2p_s,
-            reduce_s=time.reduce_s,
-            unshard_s=time.unshard_s,
-            optimizer_s=time.optimizer_s,
-        )
-        stages.append(
-            StageFigures(
-                time=time,
-                memory=figures.memory,
-                collectives=figures.collectives,
-                num_in_flight=figures.num_in_flight,
-                parameters=figures.parameters,
-            )
-        )
+        p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
+        stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
         seconds.append(stage_seconds)
         finish_s = max(finish_s, last_s)
     ties = [
@@ -170,9 +149,7 @@ def _rank_bytes(stages: Sequence[StageFigures], mesh: MeshShape) -> tuple[int, .
     return tuple(result)
 
 
-def _message_seconds(
-    programs: LocalPrograms, setting: Setting
-) -> dict[tuple[int, int], float]:
+def _message_seconds(programs: LocalPrograms, setting: Setting) -> dict[tuple[int, int], float]:
     """Seconds of the messages of one micro-batch between two stages."""
     if setting.mesh.pp == 1:
         return {}
@@ -218,9 +195,7 @@ def _stage(
         ActionKind.FETCH_TIED: tied_s,
         ActionKind.SYNC_TIED: tied_s,
     }
-    seconds = StageSeconds(
-        forward_s=forward.total_s, backward_s=backward.total_s, once_s=once
-    )
+    seconds = StageSeconds(forward_s=forward.total_s, backward_s=backward.total_s, once_s=once)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -233,8 +208,11 @@ def _stage(
         ),
         memory=_memory(programs, stage, own, setting, flights[stage.index]),
         collectives=_merged(
-            [*forward.collectives, *backward.collectives, *prologue.collectives]
-            + [*unshard.collectives, *reduce.collectives, *finish.collectives]
+            [
+                total
+                for cost in (forward, backward, prologue, unshard, reduce, finish)
+                for total in cost.collectives
+            ]
         ),
         num_in_flight=flights[stage.index],
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
@@ -301,9 +279,7 @@ def _memory(
     groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
     transient = max(
         peak_transient_bytes(stage.forward),
-        peak_transient_bytes(
-            stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups
-        ),
+        peak_transient_bytes(stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups),
         peak_transient_bytes(stage.reduce, freed_inputs=(InputKind.GRAD,)),
     )
     received = sum(

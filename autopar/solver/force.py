@@ -46,7 +46,7 @@ class ProportionalCostModel:
         return passes * (count - 1) / count * payload_bytes * SECONDS_PER_COMM_BYTE
 
 
-def forced_plan(
+def forced_plan(  # noqa: PLR0913  one argument per constraint
     graph: Graph,
     model_hash: str,
     *,

@@ -1,10 +1,10 @@
 """A first choice of cuts and options, and a bound of the slowest stage, in milliseconds.
 
-For a slowest stage of T seconds, stage after stage takes as many blocks as it can run in T within its
-memory (the cheapest recomputing that fits, by the best ratio of bytes to seconds). If the blocks
-run out, T is possible; T is found by bisection. With *fractional* recomputing the least T is a lower
-bound of the slowest stage, since taking more blocks never makes a stage faster or smaller; with whole
-blocks it is a choice for CP-SAT to start from.
+For a slowest stage of T seconds, stage after stage takes as many blocks as it can run in T within
+its memory (the cheapest recomputing that fits, by the best ratio of bytes to seconds). If the
+blocks run out, T is possible; T is found by bisection. With *fractional* recomputing the least T is
+a lower bound of the slowest stage, since taking more blocks never makes a stage faster or smaller;
+with whole blocks it is a choice for CP-SAT to start from.
 
 Source: ours; the exchange is the greedy solution of the linear multiple-choice knapsack.
 """
@@ -36,11 +36,12 @@ class StageFiller:
     """Times of runs of blocks under the memory of a stage.
 
     Args:
-        problem: The chain; with several stages per rank each is given its share of the memory.
+        problem: The chain; where a rank has several stages each is given a share of the memory.
         fractional: Whether a part of a block may be recomputed (for bounds).
+        by_leanest: How the stages of a rank share its memory.
     """
 
-    def __init__(self, problem: StageProblem, *, fractional: bool) -> None:
+    def __init__(self, problem: StageProblem, *, fractional: bool, by_leanest: bool = True) -> None:
         self.problem, self.fractional = problem, fractional
         kinds: dict[str, int] = {}
         n = len(problem.blocks)
@@ -53,7 +54,7 @@ class StageFiller:
             self.state[i + 1] = self.state[i] + block.state_bytes
             for k, row in enumerate(self.counts):
                 row[i + 1] = row[i] + (self.kind[i] == k)
-        self.limit = (problem.limit_bytes - problem.base_bytes) // problem.virtual
+        self.limits = _shares(problem, by_leanest=by_leanest)
 
     def time_s(self, low: int, high: int, stage: int) -> tuple[float, list[dict[int, float]]]:
         """Least seconds of a run of blocks in a stage, infinite if it doesn't fit.
@@ -65,7 +66,7 @@ class StageFiller:
         picks = [{self.start[k]: float(c)} for k, c in enumerate(counts)]
         time_s = sum(c * self.menus[k][self.start[k]].total_s for k, c in enumerate(counts))
         flight = self.problem.in_flight[stage]
-        room = self.limit - (self.state[high] - self.state[low])
+        room = self.limits[stage] - (self.state[high] - self.state[low])
         room -= self._transient(counts)
         room -= flight * sum(
             c * self.menus[k][self.start[k]].saved_bytes for k, c in enumerate(counts)
@@ -87,6 +88,8 @@ class StageFiller:
         return (time_s if room >= -1 else math.inf), picks
 
     def _transient(self, counts: Sequence[int]) -> int:
+        if self.problem.virtual > 1:
+            return 0
         pick = min if self.fractional else max
         return max(
             (pick(o.transient_bytes for o in self.menus[k]) for k, c in enumerate(counts) if c),
@@ -113,6 +116,26 @@ class StageFiller:
             at = low
             starts.append(at)
         return starts[:-1] if at == n else None
+
+
+def _shares(problem: StageProblem, *, by_leanest: bool) -> list[int]:
+    """Memory of each stage: a rank's stages share it by what an average block of them holds.
+
+    Args:
+        problem: The chain.
+        by_leanest: Whether saved values count as the leanest option has them, or the fastest.
+    """
+    room = problem.limit_bytes - problem.base_bytes
+    if problem.virtual > 1:  # stages of a rank run in turn: one transient serves them all
+        room -= max(o.transient_bytes for b in problem.blocks for o in b.options)
+    state = sum(b.state_bytes for b in problem.blocks)
+    pick = min if by_leanest else max
+    saved = sum(pick(o.saved_bytes for o in b.options) for b in problem.blocks)
+    weights = [state + flight * saved + 1 for flight in problem.in_flight]
+    return [
+        room * weights[s] // sum(weights[s % problem.pp :: problem.pp])
+        for s in range(problem.num_stages)
+    ]
 
 
 def _exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], list[_Step]]:
@@ -154,8 +177,12 @@ def slowest_stage_bound_s(problem: StageProblem) -> float:
 
 def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Starts and options of a feasible choice, or None if the greedy finds none."""
-    filler = StageFiller(problem, fractional=False)
-    starts = _bisect(filler)[1]
+    starts: list[int] | None = None
+    for by_leanest in (True, False) if problem.virtual > 1 else (True,):
+        filler = StageFiller(problem, fractional=False, by_leanest=by_leanest)
+        starts = _bisect(filler)[1]
+        if starts is not None:
+            break
     if starts is None:
         return None
     options = [0] * len(problem.blocks)

@@ -13,10 +13,10 @@ once per step, ``p`` the pipeline ranks, ``M`` the micro-batches:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.plan.schedule import compute_order, in_flight
+from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, block_table
 from autopar.solver.candidates import Shape
@@ -27,11 +27,13 @@ from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     StageProblem,
     StageSolution,
+    bounds,
     least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
 from cost_models.base import slowest_group
+from cost_models.simulate import StageSeconds, simulate
 
 Sizes = tuple[int, int, int]
 BISECTIONS = 30
@@ -49,6 +51,7 @@ class Ranked:
         table: Menus under them.
         stage_problem: The problem of the cuts.
         stages: The cuts and options.
+        estimate_s: Simulated seconds of a step, from the menus' figures.
     """
 
     shape: Shape
@@ -58,6 +61,7 @@ class Ranked:
     table: BlockTable
     stage_problem: StageProblem
     stages: StageSolution
+    estimate_s: float
 
     @property
     def surrogate_s(self) -> float:
@@ -195,27 +199,39 @@ class Ranker:
             self._splits[key] = found
         return self._splits[key]
 
-    def rank(self, shape: Shape, *, is_final: bool = False, limit_bytes: int = 0) -> Ranked | Misfit:
-        """The best choice for a shape.
+    def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
+        """The same shape, level and splits with cuts by CP-SAT under a limit.
+
+        Args:
+            ranked: From :meth:`rank`.
+            limit_bytes: Memory of a device; it may be tighter than the real one.
+        """
+        problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
+        self.num_stage_solves += 1
+        stages = solve_stages(problem)
+        if stages is None:
+            return Misfit(ranked.shape, ranked.zero_level, least_memory_bytes(problem))
+        return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
+
+    def rank(self, shape: Shape, *, limit_bytes: int = 0) -> Ranked | Misfit:
+        """A good choice for a shape: cuts are greedy.
 
         Args:
             shape: The shape.
-            is_final: Solve the cuts by CP-SAT, not only greedily.
             limit_bytes: Memory of a device, if it is to be tighter than the real one.
         """
         limit = limit_bytes or self.limit_bytes
         best: Ranked | None = None
         least: Misfit | None = None
         for level in self._levels(shape):
-            found = self._at_level(shape, level, limit, is_final=is_final)
+            found = self._at_level(shape, level, limit)
             if isinstance(found, Misfit):
                 if least is None or found.needed_bytes < least.needed_bytes:
                     least = found
                 continue
-            if best is None or found.surrogate_s < best.surrogate_s:
+            if best is None or found.estimate_s < best.estimate_s:
                 best = found
-            is_free = set(found.recompute_words) == {"none"}
-            if is_free and not (is_final and level == 1):
+            if set(found.recompute_words) == {"none"}:
                 break  # memory does not bind: leaner levels only cost time
         if best is not None:
             return best
@@ -228,20 +244,22 @@ class Ranker:
             return (self.analysis.constraints.zero,)
         return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
 
-    def _at_level(
-        self, shape: Shape, level: int, limit_bytes: int, *, is_final: bool
-    ) -> Ranked | Misfit:
+    def at_other_level(self, ranked: Ranked) -> Ranked | Misfit | None:
+        """Level 0 beside level 1: which is faster depends on sizes; None if there is no choice."""
+        if self.analysis.constraints.zero is not None or ranked.zero_level != 1:
+            return None
+        return self._at_level(ranked.shape, 0, ranked.stage_problem.limit_bytes)
+
+    def _at_level(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
         chosen = self.splits(shape.sizes, self.split_level(shape))
         problem = self.analysis.problem(shape.sizes, level)
-        found = self._with_splits(
-            shape, level, limit_bytes, problem, chosen, is_final=is_final, is_kept=True
-        )
+        found = self._with_splits(shape, level, limit_bytes, problem, chosen, is_kept=True)
         if not isinstance(found, Misfit) or len(self.analysis.graph.inputs) == 0:
             return found
         leaner = self._leaner_splits(shape, level, limit_bytes)
         if leaner is None:
             return found
-        return self._with_splits(shape, level, limit_bytes, *leaner, is_final=is_final)
+        return self._with_splits(shape, level, limit_bytes, *leaner)
 
     def _leaner_splits(
         self, shape: Shape, level: int, limit_bytes: int
@@ -272,7 +290,6 @@ class Ranker:
         problem: SplitsProblem,
         chosen: SplitsSolution,
         *,
-        is_final: bool,
         is_kept: bool = False,
     ) -> Ranked | Misfit:
         key = (*shape.sizes, level)
@@ -282,10 +299,10 @@ class Ranker:
             if is_kept:
                 self._tables[key] = table
         stage_problem = self.stage_problem(shape, table, limit_bytes)
-        stages = self._stages(stage_problem, is_final=is_final)
+        stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, least_memory_bytes(stage_problem))
-        return Ranked(
+        ranked = Ranked(
             shape=shape,
             zero_level=level,
             splits=chosen,
@@ -293,6 +310,14 @@ class Ranker:
             table=table,
             stage_problem=stage_problem,
             stages=stages,
+            estimate_s=stages.objective_s,
+        )
+        return self._estimated(ranked)
+
+    def _estimated(self, ranked: Ranked) -> Ranked:
+        """With the simulated time of its estimated stages: surrogates flatter uneven stages."""
+        return replace(
+            ranked, estimate_s=simulated_s(ranked.shape, ranked.stage_problem, ranked.stages)
         )
 
     # -- stages --------------------------------------------------------------------------------
@@ -320,8 +345,8 @@ class Ranker:
             fixed_starts=self.analysis.boundary_starts,
         )
 
-    def _stages(self, problem: StageProblem, *, is_final: bool) -> StageSolution | None:
-        if is_final or problem.fixed_starts is not None:
+    def _stages(self, problem: StageProblem) -> StageSolution | None:
+        if problem.fixed_starts is not None:
             self.num_stage_solves += 1
             return solve_stages(problem)
         if len(problem.blocks) < problem.num_stages:
@@ -338,6 +363,30 @@ class Ranker:
             memory_bytes=memory_bytes(problem, starts, options),
             is_optimal=False,
         )
+
+
+def simulated_s(shape: Shape, problem: StageProblem, solution: StageSolution) -> float:
+    """Simulated seconds of a step from the menus' figures; once-per-step work is added last."""
+    mesh = shape.mesh
+    runs = bounds(solution.starts, len(problem.blocks))
+    chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
+    seconds = [
+        StageSeconds(
+            forward_s=sum(o.forward_s for o in chosen[low:high]),
+            backward_s=sum(o.backward_s for o in chosen[low:high]),
+        )
+        for low, high in runs
+    ]
+    step = [sum(b.step_s for b in problem.blocks[low:high]) for low, high in runs]
+    order = compute_order(shape.schedule, mesh.pp, mesh.virtual, shape.num_microbatches)
+    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
+    back = [(s, s - 1) for s in range(1, mesh.num_stages)]
+    lists = action_lists(order, mesh, forward_edges=ahead, backward_edges=back)
+    links = {}
+    for s, start in enumerate(solution.starts, 1):
+        links[s - 1, s] = links[s, s - 1] = problem.boundary_s[start - 1]
+    run = simulate(lists, seconds, p2p_s=links)
+    return run.makespan_s + max(sum(step[d :: mesh.pp]) for d in range(mesh.pp))
 
 
 def _best_cut_s(blocks: Sequence[float], stages: int, count: int) -> float:

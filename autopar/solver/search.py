@@ -24,7 +24,7 @@ from autopar.plan.types import Plan
 from autopar.sharding.build import localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.solver.analysis import Analysis
-from autopar.solver.assemble import Outcome, assemble_plan
+from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
@@ -68,7 +68,7 @@ class SearchStats:
     stopped_by: str = ""
 
 
-def solve(
+def solve(  # noqa: PLR0913  the whole question in one call
     graph: Graph,
     model_hash: str,
     cluster: Cluster,
@@ -134,9 +134,7 @@ class _Search:
 
     def run(self) -> tuple[Plan, SearchStats]:
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
-        analysis = Analysis(
-            self.graph, self.cluster, self.model, self.constraints, self.optimizer
-        )
+        analysis = Analysis(self.graph, self.cluster, self.model, self.constraints, self.optimizer)
         self._phase("analysis")
         self.progress(f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds")
         candidates = shapes(analysis)
@@ -153,20 +151,16 @@ class _Search:
         winner = min(fitting, key=lambda o: _rank_key(o.figures.step_s, o.ranked), default=None)
         if winner is None:
             raise self._infeasible(outcomes)
-        plan = assemble_plan(
-            analysis,
-            winner,
-            outcomes,
-            self.ranked,
-            self.misfits,
-            model_hash=self.model_hash,
+        field_ = Field(
+            outcomes=outcomes,
+            ranked=self.ranked,
+            misfits=self.misfits,
             limit_bytes=self.limit_bytes,
-            bound_s=min(bound_s, winner.figures.step_s),
+            bound_s=bound_s,
             stopped_by=self.stats.stopped_by,
         )
-        logger.info(
-            "plan found: %s, step %s, bound %s", plan.mesh, plan.time_s, plan.bound_s
-        )
+        plan = assemble_plan(analysis, winner, field_, model_hash=self.model_hash)
+        logger.info("plan found: %s, step %s, bound %s", plan.mesh, plan.time_s, plan.bound_s)
         return plan, self.stats
 
     def _phase(self, name: str) -> None:
@@ -215,13 +209,11 @@ class _Search:
                 continue
             found = self._rank(shape, ranker)
             if isinstance(found, Ranked):
-                best_s = min(best_s, found.surrogate_s)
+                best_s = min(best_s, found.estimate_s)
                 opened.append(max(bound_s, ranker.bound_s(shape)))
         return min(opened, default=0.0)
 
-    def _cheap_bound(
-        self, shape: Shape, candidates: tuple[Shape, ...], ranker: Ranker
-    ) -> float:
+    def _cheap_bound(self, shape: Shape, candidates: tuple[Shape, ...], ranker: Ranker) -> float:
         """A bound from the least work of the same mesh with fewer micro-batches."""
         for other in candidates:
             if other.mesh == shape.mesh and other.schedule == shape.schedule:
@@ -237,7 +229,7 @@ class _Search:
             return None
         if isinstance(found, Ranked):
             self.ranked.append(found)
-            self.progress(f"{shape}: about {format_time(found.surrogate_s)}")
+            self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         else:
             self.misfits.append(found)
             self.progress(f"{shape}: needs {format_bytes(found.needed_bytes)} at least")
@@ -249,8 +241,11 @@ class _Search:
         self.ranked.sort(key=_preference)
         finals: list[Ranked] = []
         for ranked in self.ranked[:NUM_FINAL]:
-            found = ranker.rank(ranked.shape, is_final=True)
-            finals.append(found if isinstance(found, Ranked) else ranked)
+            other = ranker.at_other_level(ranked)
+            best = min((r for r in (ranked, other) if isinstance(r, Ranked)), key=_preference)
+            found = ranker.refine(best, self.limit_bytes)
+            found = found if isinstance(found, Ranked) else best
+            finals.append(min(best, found, key=_preference))
         finals.sort(key=_preference)
         waiting = finals + self.ranked[NUM_FINAL:]
         outcomes: list[Outcome] = []
@@ -279,7 +274,9 @@ class _Search:
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
-            found = ranker.rank(ranked.shape, is_final=True, limit_bytes=limit)
+            found = ranker.refine(outcome.ranked, limit)
+            if isinstance(found, Misfit):
+                found = ranker.rank(ranked.shape, limit_bytes=limit)
             if isinstance(found, Misfit):
                 break
             outcome = self._evaluate(analysis, found)
@@ -344,7 +341,7 @@ class _Search:
 
 
 def _preference(ranked: Ranked) -> tuple[float, int, int, int, str]:
-    return _rank_key(ranked.surrogate_s, ranked)
+    return _rank_key(ranked.estimate_s, ranked)
 
 
 def _rank_key(time_s: float, ranked: Ranked) -> tuple[float, int, int, int, str]:

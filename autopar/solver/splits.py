@@ -12,9 +12,9 @@ producer yields in layout p is read in layout q (continuous); per flow, layouts 
 (4) sharing:      ``f[p, q] >= e[p, q]`` for every reader of the group
 (5) memory:       ``sum members * bytes * z <= limit``, if there is one
 
-Rows (2) and (3) are equalities, so that with integral z every e is integral and needs no integrality
-of its own. A layout pair that can't be made has no ``e``. Where a group has one reader, f is e; where
-one side has a single layout, e is the other side's sum and needs no variable.
+Rows (2) and (3) are equalities, so that the relaxation is nearly integral and e needs no
+integrality of its own. A layout pair that can't be made has no ``e``. Where a group has one reader,
+f is e; where one side has a single layout, e is the other side's sum and needs no variable.
 
 Planning is deterministic: one thread, a fixed seed, a limit of nodes. The wall clock only guards.
 
@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from ortools.math_opt.python import mathopt
+from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.errors import InfeasibleError, Shortfall
 from autopar.sharding.decisions import Choice
@@ -330,7 +330,8 @@ class _Program:
     def read(self, result: mathopt.SolveResult) -> tuple[int, ...]:
         """Chosen options."""
         values = result.variable_values()
-        return tuple(
-            max(range(len(row)), key=lambda k, row=row: values[row[k]]) if row else 0
-            for row in self._z
-        )
+        options = []
+        for row in self._z:
+            amounts = [values[z] for z in row]
+            options.append(amounts.index(max(amounts)) if row else 0)
+        return tuple(options)

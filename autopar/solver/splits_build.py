@@ -1,4 +1,4 @@
-"""From a structure and a mesh to a :class:`~autopar.solver.splits_problem.SplitsProblem` over ``tp``.
+"""From a structure and a mesh to the problem of splits over ``tp``.
 
 The splits over ``mb`` and ``dp`` are given. Every operator group gets one option per legal split of
 its factors over ``tp``, priced by emitting its local form; every parameter group one per dim that
@@ -25,6 +25,7 @@ from autopar.sharding.signature import (
     replicated_strategy,
 )
 from autopar.solver.constraints import may_shard
+from autopar.solver.norms import is_norm, norm_region
 from autopar.solver.prices import PriceList, Strategies, operand_layout, result_layout
 from autopar.solver.splits_problem import (
     Flow,
@@ -38,9 +39,7 @@ from autopar.solver.splits_problem import (
 from autopar.solver.splits_structure import DataChoices, Group, GroupKind, SplitsStructure
 from cost_models.memory import optimizer_state_bytes, parameter_state_bytes
 
-NORM_OPS = frozenset({"aten.native_layer_norm.default", "aten._fused_rms_norm.default"})
 MAX_PART_COMBINATIONS = 64  # beyond, all parts of a parameter are placed alike
-ROW_SUMS = frozenset({"aten.sum.dim_IntList"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,8 @@ class SplitsRequest:
         optimizer: For the bytes of its state.
         batch_factors: Operator -> factors that are the batch.
         fixed: Parameter input -> placement over ``tp``.
-        sequence_parallel: Force (True) or forbid (False) norms on shards of the sequence.
+        sequence_parallel: True puts norms on shards of the sequence, False keeps them whole on
+            every rank, None leaves them free.
         in_flight: Micro-batches whose saved values count; 0 to leave activations out.
         limit_bytes: Bound of parameters' state and saved values together.
         optimizer_s_per_byte: Seconds of an optimizer step per byte of stored parameter.
@@ -81,6 +81,11 @@ class SplitsRequest:
     def num_microbatches(self) -> int:
         """Runs of forward and backward per step."""
         return self.axis_sizes[0]
+
+    @property
+    def num_reduces(self) -> int:
+        """Gradient reductions per step."""
+        return self.num_microbatches if self.zero_level >= 2 else 1
 
     @property
     def dp(self) -> int:
@@ -109,6 +114,12 @@ class _Builder:
         self.has_mb = request.structure.has_mb
         self.inputs = request.graph.input_map()
         self.menus: list[list[SplitOption]] = []
+        structure = request.structure
+        self.whole_norms = (
+            norm_region(request.graph, structure.metas, frozenset(structure.backward))
+            if request.sequence_parallel is False
+            else frozenset[str]()
+        )
 
     def build(self) -> SplitsProblem:
         groups = self.structure.groups
@@ -139,6 +150,7 @@ class _Builder:
             ),
             num_microbatches=self.request.num_microbatches,
             has_mb=self.has_mb,
+            num_reduces=self.request.num_reduces,
             limit_bytes=self.request.limit_bytes,
         )
 
@@ -188,7 +200,9 @@ class _Builder:
             dp=request.dp,
             requires_grad=entry.requires_grad,
         )
-        return SplitOption(compute[2], (storage,), (layout,), gather_s + update_s, state.total_bytes)
+        return SplitOption(
+            compute[2], (storage,), (layout,), gather_s + update_s, state.total_bytes
+        )
 
     def _gradient_dp(self, entry: Input) -> Placement:
         """Placement over dp in which the gradients of a parameter's parts are joined."""
@@ -232,23 +246,18 @@ class _Builder:
         is_common = all(r == row[0] for r in row)
         if not is_common or (isinstance(common, Shard) and shape[common.dim] % request.tp):
             common = R
-        storage = self._over(
-            storage_layout(whole, (R, R, common), request.dp, request.zero_level)
-        )
+        storage = self._over(storage_layout(whole, (R, R, common), request.dp, request.zero_level))
         apart = self._over((R, R, R))
         seconds = [prices.move_s(whole, storage, apart)]
         seconds += [prices.move_s(m, apart, r) for m, r in zip(metas, row, strict=True)]
         stored = prices.local(whole, storage).bytes
-        memory = stored + sum(
-            prices.local(m, r).bytes for m, r in zip(metas, row, strict=True)
-        )
+        memory = stored + sum(prices.local(m, r).bytes for m, r in zip(metas, row, strict=True))
         if entries[0].requires_grad:
             joint = self._over((R, self._gradient_dp(entries[0]), R))
             refs = tuple(Ref(str(i)) for i in range(len(metas)))
-            seconds.append(
-                prices.model.op_time_s("aten.cat.default", (refs, part.dim), metas, whole)
-            )
-            seconds.append(prices.move_s(whole, joint, storage))
+            cat_s = prices.model.op_time_s("aten.cat.default", (refs, part.dim), metas, whole)
+            reduce_s = cat_s + (prices.move_s(whole, joint, storage) or 0.0)
+            seconds.append(request.num_reduces * reduce_s)
             seconds.append(stored * request.optimizer_s_per_byte)
             memory += whole.bytes if request.zero_level < 2 else stored
             memory += optimizer_state_bytes(request.optimizer, prices.local(whole, storage))
@@ -267,8 +276,8 @@ class _Builder:
                 options.append(option)
         if not options:
             raise ConstraintError(
-                f"operator {node.name!r} ({node.op}): no split over tp={self.request.tp} is left by "
-                "the constraints; drop sequence_parallel or a placement"
+                f"operator {node.name!r} ({node.op}): no split over tp={self.request.tp} is left "
+                "by the constraints; drop sequence_parallel or a placement"
             )
         return options
 
@@ -294,10 +303,11 @@ class _Builder:
             if s.factor not in batch
         ]
         wish = self.request.sequence_parallel
+        if wish is False and node.name in self.whole_norms:
+            return [None]
         is_backward = node.name in self.structure.backward
-        if wish is not None and not is_backward and is_norm(node, self.structure.metas):
-            split = [s for s in found if _splits_rows(s)]
-            found = (split or found) if wish else [s for s in found if s not in split]
+        if wish and not is_backward and is_norm(node, self.structure.metas):
+            found = [s for s in found if _splits_rows(s)] or found
         return [None if s == replicated_strategy(signature) else s for s in found]
 
     def _priced(
@@ -443,18 +453,6 @@ def _without_repeats(options: Iterable[SplitOption]) -> list[SplitOption]:
         if key not in best or option.time_s < best[key].time_s:
             best[key] = option
     return list(best.values())
-
-
-def is_norm(node: Node, metas: Mapping[str, TensorMeta]) -> bool:
-    """Whether an operator normalises rows of a (batch, sequence, features) tensor."""
-    refs = node.refs()
-    rank = len(metas[refs[0]].shape) if refs and refs[0] in metas else 0
-    if node.op in NORM_OPS:
-        return rank == 3
-    if node.op not in ROW_SUMS or rank != 3 or len(node.args) < 3 or node.args[2] is not True:
-        return False
-    dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return dims in ((-1,), (2,)) and metas[refs[0]].is_float
 
 
 def _splits_rows(strategy: AxisStrategy) -> bool:

@@ -113,6 +113,7 @@ class SplitsProblem:
         flows: Their values.
         num_microbatches: Runs of forward and backward per step.
         has_mb: Whether the first axis of every layout is ``mb``.
+        num_reduces: How often gradients are reduced per step (each micro-batch from ZeRO 2 on).
         fixed_s: Seconds per step that no choice changes.
         limit_bytes: Bound of the sum of ``memory_bytes``; None for no bound.
     """
@@ -121,12 +122,15 @@ class SplitsProblem:
     flows: tuple[Flow, ...]
     num_microbatches: int
     has_mb: bool = False
+    num_reduces: int = 1
     fixed_s: float = 0.0
     limit_bytes: int | None = None
 
     def weight(self, when: Pass) -> int:
         """Runs per step of a pass."""
-        return 1 if is_once(when) else self.num_microbatches
+        if when is Pass.STEP:
+            return self.num_reduces
+        return 1 if when is Pass.PROLOGUE else self.num_microbatches
 
     def seen(self, layout: Layout, when: Pass) -> Layout:
         """A layout as a pass sees it: what runs once per step has the whole batch."""

@@ -1,8 +1,9 @@
 """Who is decided together and who reads what: the part of a splits problem that no size changes.
 
-Operators of one node class with the same splits over ``mb`` and ``dp`` form a *group*; so do inputs,
-wanted outputs with the same layout (*sinks*), the gradients of a tied parameter (*joins*), and the
-parts of a parameter that programs read in parts (*wholes*). The same structure serves every size of the axes, as long as the same axes split.
+Operators of one node class with the same splits over ``mb`` and ``dp`` form a *group*; so do
+inputs, wanted outputs with the same layout (*sinks*), the gradients of a tied parameter (*joins*),
+and the parts of a parameter that programs read in parts (*wholes*). The same structure serves every
+size of the axes, as long as the same axes split.
 """
 
 from __future__ import annotations
@@ -288,13 +289,13 @@ class _Maker:
                 used=frozenset(used.get(node.name, ())) if multiple else frozenset({0}),
                 saved=kept,
             )
-            key = (
+            mark = (
                 self.chain.node_class[node.name],
                 self._data_key(node.name),
                 (group.in_body, group.in_prologue, group.from_prologue),
                 (group.used, group.saved),
             )
-            self._add(key, node.name, group)
+            self._add(mark, node.name, group)
         for node in rows:
             self._read(node, body, prologue)
 

@@ -1,20 +1,20 @@
 """Stage cuts and recompute counts by CP-SAT.
 
-Given a chain of blocks, each with a menu of options (what is recomputed), and the number of stages.
+Given: a chain of blocks, each with a menu of options (what is recomputed), and a number of stages.
 
-Variables: ``g[i, s]`` block i lies in stage s or later; ``x[i, s] = g[i, s] - g[i, s + 1]`` it lies in
-stage s; ``n[s, k, o]`` how many blocks of kind k in stage s take option o (blocks of one kind are
-interchangeable, so counts suffice); ``t_s`` seconds of stage s per micro-batch; ``c_s`` seconds of a
-message over the boundary before stage s, one way; ``P`` the steady period.
+Variables: ``g[i, s]`` block i lies in stage s or later; ``x[i, s] = g[i, s] - g[i, s + 1]`` it lies
+in stage s; ``n[s, k, o]`` how many blocks of kind k in stage s take option o (blocks of one kind
+are interchangeable, so counts suffice); ``t_s`` seconds of stage s per micro-batch; ``c_s`` seconds
+of a message over the boundary before stage s, one way; ``P`` the steady period.
 
 Minimise a surrogate of the step (the event simulator decides later):
 
 * 1F1B: ``sum_s t_s + 2 sum_s c_s + (M - 1) P``, with one row per dependency cycle i..j:
   ``(j - i + 1) P >= sum_{i..j} t + 2 sum_{i<s<=j} c_s``;
 * GPipe: ``sum_s t_s + 2 sum_s c_s + (M - 1) (P_f + P_b)``, the slowest forward and backward;
-* interleaved: the larger of ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})`` with P the slowest device,
-  and ``sum_s t_s + 2 sum_s c_s + (M - 1) max_s t_s``: with fewer micro-batches than ranks a
-  micro-batch comes round before the rank is ready for it;
+* interleaved: the larger of ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})``, with P the sum over chunks
+  of their slowest stage (ranks pass the chunks in step), and ``sum_s t_s + 2 sum_s c_s + (M - 1)
+  max_s t_s``: with fewer micro-batches than ranks one comes round before the rank is ready for it;
 
 each with the device's once-per-step work added to the slowest, subject to
 
@@ -23,6 +23,8 @@ each with the device's once-per-step work added to the slowest, subject to
 (3) memory:       per device ``sum state + in_flight_s * saved + largest transient <= limit``
 (4) fixed cuts:   ``g`` given where the user named the boundaries
 
+The greedy bound of the slowest stage is a lower bound of the period's domain.
+
 Source: period rows after the exact steady-state period of a pipeline with finite warm-up, ours;
 count variables replace tied copies (tying is suboptimal as soon as memory binds).
 """
@@ -30,6 +32,8 @@ count variables replace tied copies (tying is suboptimal as soon as memory binds
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from ortools.sat.python import cp_model
 
@@ -44,9 +48,11 @@ from autopar.solver.stages_problem import (
     surrogate_s,
 )
 
+Expr: TypeAlias = cp_model.LinearExpr | int
+
 MEMORY_UNIT_BYTES = 1 << 16  # CP-SAT is integer-only; bytes are rounded up to this
 TIME_STEPS = 1 << 22  # resolution of the whole chain's time; far below model error
-WORK_LIMIT = 4.0  # deterministic seconds of CP-SAT, so that planning does not depend on the machine
+WORK_LIMIT = 2.0  # deterministic seconds of CP-SAT, so that planning does not depend on the machine
 
 
 def solve_stages(
@@ -65,12 +71,8 @@ def solve_stages(
     if math.isinf(slowest_s):
         return None
     program = _Program(problem, slowest_s)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # several workers race, and the winner varies
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = work_limit
-    if guard_s is not None:
-        solver.parameters.max_time_in_seconds = guard_s
+    program.start_from(first_choice(problem))
+    solver = _solver(work_limit, guard_s)
     status = solver.solve(program.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
@@ -88,6 +90,21 @@ def solve_stages(
     )
 
 
+def _solver(work_limit: float, guard_s: float | None = None) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # several workers race, and the winner varies
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = work_limit
+    if guard_s is not None:
+        solver.parameters.max_time_in_seconds = guard_s
+    return solver
+
+
+def _sum(terms: Iterable[Expr]) -> Expr:
+    """A sum that stays an expression."""
+    return cp_model.LinearExpr.sum(list(terms))
+
+
 class _Program:
     """The CP-SAT model of a :class:`StageProblem`; equation numbers as in the module's text."""
 
@@ -96,7 +113,7 @@ class _Program:
         self.model = cp_model.CpModel()
         worst_s = sum(max(o.total_s for o in b.options) + b.step_s for b in problem.blocks)
         worst_s += 2 * sum(problem.boundary_s)
-        self.unit_s = max(worst_s, 1e-12) / TIME_STEPS
+        self.unit_s: float = max(worst_s, 1e-12) / TIME_STEPS
         self._kinds: dict[str, list[int]] = {}
         for i, block in enumerate(problem.blocks):
             self._kinds.setdefault(block.key, []).append(i)
@@ -104,12 +121,11 @@ class _Program:
         self._n = self._counts()
         self._memory()
         self._objective()
-        self._hint()
 
     def _steps(self, time_s: float) -> int:
         return round(time_s / self.unit_s)
 
-    def _cuts(self) -> list[list[cp_model.LinearExprT]]:
+    def _cuts(self) -> list[list[Expr]]:
         """``x[i][s]`` as expressions of ``g``."""
         model, problem = self.model, self.problem
         n, stages = len(problem.blocks), problem.num_stages
@@ -143,8 +159,8 @@ class _Program:
                 menu = self.problem.blocks[members[0]].options
                 for o in range(len(menu)):
                     row[kind, o] = self.model.new_int_var(0, len(members), f"n{s}_{kind}_{o}")
-                total = sum(row[kind, o] for o in range(len(menu)))
-                self.model.add(total == sum(self._x[i][s] for i in members))  # (2)
+                total = _sum(row[kind, o] for o in range(len(menu)))
+                self.model.add(total == _sum(self._x[i][s] for i in members))  # (2)
             result.append(row)
         return result
 
@@ -162,7 +178,7 @@ class _Program:
         if most // MEMORY_UNIT_BYTES + len(problem.blocks) < limit:
             return  # the row can't bind
         for device in range(problem.pp):
-            terms: list[cp_model.LinearExprT] = []
+            terms: list[Expr] = []
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
             for s in range(device, problem.num_stages, problem.pp):
                 terms += [
@@ -176,7 +192,7 @@ class _Program:
                     used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
                     self.model.add(count <= len(self._kinds[kind]) * used)
                     self.model.add(transient >= _units(option.transient_bytes) * used)
-            self.model.add(sum(terms) + transient <= limit)
+            self.model.add(_sum(terms) + transient <= limit)
 
     def _objective(self) -> None:
         problem, model = self.problem, self.model
@@ -188,25 +204,29 @@ class _Program:
         top = TIME_STEPS * 4
         step = model.new_int_var(0, top, "step")
         steps = [
-            sum(self._steps(b.step_s) * self._x[i][s] for i, b in enumerate(problem.blocks) if b.step_s)
+            _sum(
+                self._steps(b.step_s) * self._x[i][s]
+                for i, b in enumerate(problem.blocks)
+                if b.step_s
+            )
             for s in range(stages)
         ]
         for d in range(p):
-            model.add(step >= sum(steps[d::p]))
+            model.add(step >= _sum(steps[d::p]))
         if problem.virtual > 1:
-            period = model.new_int_var(0, top, "period")
-            for d in range(p):
-                model.add(period >= sum(total[d::p]))
+            chunks = [model.new_int_var(0, top, f"chunk{k}") for k in range(problem.virtual)]
+            for s in range(stages):
+                model.add(chunks[s // p] >= total[s])
             slowest = model.new_int_var(0, top, "slowest")
             for s in range(stages):
                 model.add(slowest >= total[s])
             body = model.new_int_var(0, (count + 2 * p) * top, "body")
-            fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
-            model.add(body >= count * period + fill)
-            model.add(body >= sum(total) + 2 * sum(message) + (count - 1) * slowest)
+            fill = _sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
+            model.add(body >= count * _sum(chunks) + fill)
+            model.add(body >= _sum(total) + 2 * _sum(message) + (count - 1) * slowest)
             model.minimize(body + step)
             return
-        base = sum(total) + 2 * sum(message) + step
+        base = _sum(total) + 2 * _sum(message) + step
         if problem.schedule is ScheduleKind.GPIPE:
             slow_f = model.new_int_var(0, top, "slow_f")
             slow_b = model.new_int_var(0, top, "slow_b")
@@ -221,17 +241,16 @@ class _Program:
         period = model.new_int_var(max(0, floor) * scale, top * scale, "period")
         for i in range(p):
             for j in range(i, p):
-                cycle = sum(total[i : j + 1]) + 2 * sum(message[i + 1 : j + 1])
+                cycle = _sum(total[i : j + 1]) + 2 * _sum(message[i + 1 : j + 1])
                 model.add(period >= scale // (j - i + 1) * cycle)
         model.minimize(scale * base + (count - 1) * period)
         self.unit_s /= scale
 
-    def _hint(self) -> None:
-        """Start from the greedy choice; its bound of the slowest stage is in the period's domain."""
-        found = first_choice(self.problem)
-        if found is None:
+    def start_from(self, choice: tuple[tuple[int, ...], tuple[int, ...]] | None) -> None:
+        """Hint a choice, and what follows from it: a part of an assignment is no start."""
+        if choice is None:
             return
-        starts, options = found
+        starts, options = choice
         for i, row in enumerate(self._g):
             for s, variable in enumerate(row):
                 self.model.add_hint(variable, s == 0 or i >= starts[s - 1])
@@ -239,18 +258,26 @@ class _Program:
             for (kind, o), variable in self._n[s].items():
                 members = [i for i in self._kinds[kind] if low <= i < high and options[i] == o]
                 self.model.add_hint(variable, len(members))
+        solver = _solver(WORK_LIMIT)
+        solver.parameters.fix_variables_to_their_hinted_value = True
+        if solver.solve(self.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return
+        self.model.clear_hints()  # type: ignore[no-untyped-call]  # ortools leaves it untyped
+        for index in range(len(self.model.proto.variables)):
+            variable = self.model.get_int_var_from_proto_index(index)
+            self.model.add_hint(variable, solver.value(variable))
 
-    def _time(self, stage: int, field: str) -> cp_model.LinearExprT:
-        return sum(
+    def _time(self, stage: int, field: str) -> Expr:
+        return _sum(
             self._steps(getattr(self._option(kind, o), field)) * count
             for (kind, o), count in self._n[stage].items()
         )
 
-    def _message(self, stage: int) -> cp_model.LinearExprT:
+    def _message(self, stage: int) -> Expr:
         """Seconds of a message over the boundary before ``stage``."""
         if stage == 0:
             return 0
-        return sum(
+        return _sum(
             self._steps(time_s) * (self._g[i][stage] - self._g[i - 1][stage])
             for i, time_s in enumerate(self.problem.boundary_s, 1)
         )
@@ -267,7 +294,9 @@ class _Program:
                 here = [i for i in members if low <= i < high]
                 menu = len(self.problem.blocks[members[0]].options)
                 picks = [
-                    o for o in reversed(range(menu)) for _ in range(solver.value(self._n[s][kind, o]))
+                    o
+                    for o in reversed(range(menu))
+                    for _ in range(solver.value(self._n[s][kind, o]))
                 ]
                 for i, o in zip(here, picks, strict=True):
                     options[i] = o

@@ -138,7 +138,8 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
             for j in range(i, p)
         )
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
-    period = max(sum(total[d::p]) for d in range(p))
+    # ranks pass the chunks in step, so each chunk lasts as long as its slowest stage
+    period = sum(max(total[chunk : chunk + p]) for chunk in range(0, len(total), p))
     fill = sum(total[s] + 2 * message[s + 1] for s in range(p - 1))
     chain = sum(total) + 2 * sum(message) + (count - 1) * max(total)
     return max(count * period + fill, chain) + device_step

@@ -26,7 +26,8 @@ def test_the_same_object_comes_back_and_stays_what_it_was():
     parameters = list(model.parameters())
     plan = hand_made_plan(capture(model, (), batch), MeshShape())
     result = autopar.compile(model, 1, batch, plan=plan)
-    assert result is model and type(model).__name__ == "GPT2LMHeadModel"
+    assert result is model
+    assert type(model).__name__ == "GPT2LMHeadModel"
     assert model.config.n_layer == 2
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert "input_ids" in inspect.signature(model.forward).parameters
@@ -67,7 +68,8 @@ def test_evaluation_returns_everything_and_without_labels_too():
         assert torch.allclose(found.logits, wanted.logits, atol=1e-5)
         ids = {"input_ids": batch["input_ids"]}
         found, wanted = model(**ids), twin(**ids)
-    assert found.loss is None and torch.allclose(found.logits, wanted.logits, atol=1e-5)
+    assert found.loss is None
+    assert torch.allclose(found.logits, wanted.logits, atol=1e-5)
     assert not found.logits.requires_grad
 
 
@@ -138,5 +140,6 @@ def test_a_meta_model_gets_weights():
     model = autopar.compile(model, 1, batch, plan=plan)
     loss = model(**batch).loss
     loss.backward()
-    assert torch.isfinite(loss) and not any(p.is_meta for p in model.parameters())
+    assert torch.isfinite(loss)
+    assert not any(p.is_meta for p in model.parameters())
     assert not any(b.is_meta for b in model.buffers())

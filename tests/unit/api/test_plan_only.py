@@ -14,8 +14,11 @@ def test_calling_says_how_to_launch():
     model, batch = build("gpt2")
     plan = hand_made_plan(capture(model, (), batch), MeshShape(pp=2, dp=2))
     model = autopar.compile(model, "4:cpu", batch, plan=plan)
-    assert model.plan == plan and "GPT" not in model.report()[:3]
-    with pytest.raises(ConfigError, match=r"(?s)planned for 4 devices.*torchrun --nproc-per-node 4 "):
+    assert model.plan == plan
+    assert "GPT" not in model.report()[:3]
+    with pytest.raises(
+        ConfigError, match=r"(?s)planned for 4 devices.*torchrun --nproc-per-node 4 "
+    ):
         model(**batch)
 
 
@@ -51,7 +54,10 @@ def test_a_plan_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"schedule": "zigzag"}, r"schedule='zigzag': must be one of 'gpipe', '1f1b', 'interleaved'"),
+        (
+            {"schedule": "zigzag"},
+            r"schedule='zigzag': must be one of 'gpipe', '1f1b', 'interleaved'",
+        ),
         ({"zero": 4}, "zero=4"),
         ({"on_unknown": "maybe"}, "on_unknown='maybe'"),
         ({"args": (1,)}, "args= goes with keyword arguments"),

@@ -12,7 +12,10 @@ CPU = torch.device("cpu")
 
 
 def batch(**changes):
-    return {"ids": torch.zeros(4, 8, dtype=torch.int64), "mask": torch.ones(4, 8, dtype=torch.bool)} | changes
+    return {
+        "ids": torch.zeros(4, 8, dtype=torch.int64),
+        "mask": torch.ones(4, 8, dtype=torch.bool),
+    } | changes
 
 
 def test_the_captured_batch_passes():

@@ -24,7 +24,8 @@ def test_every_tensor_of_a_meta_model_is_initialised(name):
         assert list(drawn) == list(wanted)
         for key, value in drawn.items():
             other = wanted[key].tensor
-            assert value.shape == other.shape and value.dtype == other.dtype
+            assert value.shape == other.shape
+            assert value.dtype == other.dtype
             assert bool(torch.isfinite(value.double()).all())
             if not parameters:  # frequencies, positions, statistics: computed, not drawn
                 assert torch.equal(value, other), key
@@ -35,7 +36,10 @@ def test_an_initialiser_of_an_outer_module_has_the_last_word():
     config = {"layers": 8}
     model, _ = build("gpt2", device="meta", **config)
     drawn = values(model)
-    outer, inner = drawn["transformer.h.0.mlp.c_proj.weight"], drawn["transformer.h.0.mlp.c_fc.weight"]
+    outer, inner = (
+        drawn["transformer.h.0.mlp.c_proj.weight"],
+        drawn["transformer.h.0.mlp.c_fc.weight"],
+    )
     assert float(inner.std() / outer.std()) == pytest.approx(4.0, rel=0.1)
 
 

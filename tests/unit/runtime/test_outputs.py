@@ -14,8 +14,11 @@ from autopar.runtime.outputs import NotGathered, build_result
 def test_a_missing_field_raises_on_access_with_the_remedy():
     spec, tensors = flatten(CausalLMOutput(loss=torch.tensor(1.0), logits=torch.ones(2)))
     out = build_result(spec, {"loss": tensors["loss"]})
-    assert isinstance(out, CausalLMOutput) and type(out).__name__ == "CausalLMOutput"
-    assert out.loss == 1.0 and out["loss"] == 1.0 and out[0] == 1.0
+    assert isinstance(out, CausalLMOutput)
+    assert type(out).__name__ == "CausalLMOutput"
+    assert out.loss == 1.0
+    assert out["loss"] == 1.0
+    assert out[0] == 1.0
     for access in (lambda: out.logits, lambda: out["logits"], lambda: out[1]):
         with pytest.raises(ConfigError, match=r"'logits' is not gathered .* outputs=\['logits'\]"):
             access()

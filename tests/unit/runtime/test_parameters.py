@@ -79,11 +79,14 @@ def test_slices_with_one_layout_are_views_of_the_parameter():
         found["w"], whole, axis_sizes=(1, 2, 2), coordinate=(1, 0), mesh=None,
         device=torch.device("cpu"),
     )  # fmt: skip
-    assert item.is_joint and item.spec.storage == (R, Shard(0), R)
+    assert item.is_joint
+    assert item.spec.storage == (R, Shard(0), R)
     for piece, start in zip(item.pieces, (0, 4, 8), strict=True):
         assert torch.equal(piece.padded, whole[3:, start : start + 4])
         assert piece.padded.untyped_storage().data_ptr() == item.padded.untyped_storage().data_ptr()
-    gradients = {piece.spec.name: torch.full((3, 4), float(i)) for i, piece in enumerate(item.pieces)}
+    gradients = {
+        piece.spec.name: torch.full((3, 4), float(i)) for i, piece in enumerate(item.pieces)
+    }
     joined = item.join(gradients)
     assert joined[0].tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
     assert gradients == {}

@@ -1,0 +1,63 @@
+"""Cut positions, blocks and classes."""
+
+from __future__ import annotations
+
+from autopar.solver.blocks import find_blocks, module_start
+from tests.joint_graphs import residual_network
+
+
+def test_a_residual_network_is_cut_where_only_the_residual_is_alive():
+    chain = find_blocks(residual_network(3))
+    assert [b.forward for b in chain.blocks] == [
+        ("h0",),
+        ("a0", "r0", "b0", "h1"),
+        ("a1", "r1", "b1", "h2"),
+        ("a2", "r2", "b2", "h3"),
+        ("z", "square", "loss"),
+    ]
+    assert chain.forward_cuts == (("h0",), ("h1",), ("h2",), ("h3",))
+
+
+def test_backward_operators_follow_their_twins_and_sums_follow_dataflow():
+    chain = find_blocks(residual_network(2))
+    assert {"d_up1", "d_down1", "d_through1", "d_sum1"} <= set(chain.blocks[2].backward)
+    assert chain.backward_cuts == (("d_sum0",), ("d_sum1",), ("d_h",))
+
+
+def test_repeated_layers_are_one_class_and_decided_together():
+    chain = find_blocks(residual_network(4))
+    assert [len(members) for members in chain.classes.values()] == [1, 4, 1]
+    assert chain.node_class["a0"] == chain.node_class["a3"]
+    assert chain.node_class["layers__0__up"] == chain.node_class["layers__3__up"]
+    assert chain.node_class["a0"] != chain.node_class["b0"]
+
+
+def test_layers_of_other_sizes_are_another_class():
+    narrow = find_blocks(residual_network(1, hidden=16))
+    wide = find_blocks(residual_network(1, hidden=24))
+    assert narrow.blocks[1].key != wide.blocks[1].key
+
+
+def test_a_tied_weight_belongs_to_no_repeated_structure():
+    chain = find_blocks(residual_network(2, is_tied=True))
+    assert chain.node_class["embed__weight"] == ("input embed__weight", 0)
+
+
+def test_every_operator_is_in_exactly_one_block():
+    graph = residual_network(3)
+    chain = find_blocks(graph)
+    names = [n for b in chain.blocks for n in (*b.forward, *b.backward)]
+    assert sorted(names) == sorted(n.name for n in graph.nodes)
+
+
+def test_a_forced_cut_is_kept_whatever_is_alive_there():
+    chain = find_blocks(residual_network(2), forced=("b0",))
+    assert "b0" in [b.forward[0] for b in chain.blocks]
+    assert {"h0", "r0"} in [set(cut) for cut in chain.forward_cuts]
+
+
+def test_module_start_is_the_first_operator_inside_the_module():
+    graph = residual_network(2)
+    assert module_start(graph, "layers.1") == "a1"
+    assert module_start(graph, "layers.1.down") == "b1"
+    assert module_start(graph, "layers.9") is None
