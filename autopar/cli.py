@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 import autopar
 from autopar.errors import AutoparError, ConfigError
 from autopar.plan.io import Json, json_record, load_plan, plan_hash, save_plan
+from autopar.report.text import LEAST_WIDTH, print_plan
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", parents=[saved, common], help="print a saved plan")
     report.add_argument("plan", metavar="PLAN.json")
+    report.add_argument(
+        "--width", type=_width, metavar="N", help="columns of the text; those of the terminal"
+    )
     report.set_defaults(run=_report)
 
     verify = commands.add_parser(
@@ -104,7 +108,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    _show(load_plan(args.plan, accept_edits=args.accept_edits), as_json=args.json)
+    plan = load_plan(args.plan, accept_edits=args.accept_edits)
+    _show(plan, as_json=args.json, width=args.width)
     return 0
 
 
@@ -118,13 +123,18 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(plan: Plan, *, as_json: bool) -> None:
-    from autopar.report.text import print_plan  # rich takes a tenth of a second
-
+def _show(plan: Plan, *, as_json: bool, width: int | None = None) -> None:
     if as_json:
         print(json.dumps(plan_summary(plan), indent=1))
     else:
-        print_plan(plan)
+        print_plan(plan, width=width)
+
+
+def _width(text: str) -> int:
+    columns = int(text) if text.isdecimal() else 0
+    if columns < LEAST_WIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is no width; the least is {LEAST_WIDTH}")
+    return columns
 
 
 def plan_summary(plan: Plan) -> dict[str, Json]:

@@ -85,17 +85,15 @@ def compile(  # noqa: PLR0913
 
     Args:
         model: Any module; the same object comes back, its class extended, its parameters replaced
-            by this rank's shards. May be on the meta device: weights are then drawn by the model's
-            own initialisers, each under ``seed`` and its name.
+            by this rank's shards. Weights on the meta device are drawn by its own initialisers.
         devices: A count (of what this machine has), ``"4x8:h100-sxm"``, a cluster or the path of a
             cluster file. Left out: the ranks of the launch, or one.
         inputs: One global batch, exactly as the model is called: a dict for keyword arguments, a
             tuple for positional ones, a tensor alone. Left out, the first call is captured.
         args: Positional arguments beside a dict in ``inputs``.
         plan: A plan made earlier, or the path of one; nothing is searched then.
-        loss: ``loss(output, batch)``, a scalar, for models that do not return their loss. The call
-            then gives the loss. An entry ``batch`` of ``inputs`` is what it gets as second
-            argument, else the arguments of the call.
+        loss: ``loss(output, batch)``, a scalar, which the call then gives. Its second argument is
+            the entry ``batch`` of ``inputs``, else the arguments of the call.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind of optimizer whose state is priced.
         outputs: Paths of outputs, beside the loss, that training returns whole.
@@ -103,8 +101,8 @@ def compile(  # noqa: PLR0913
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
-        constraints: Decisions that are taken already, such as ``pp=2`` or ``zero=1``; all of them
-            are listed at :class:`~autopar.api.options.ConstraintOptions`.
+        constraints: Decisions that are taken already, such as ``pp=2``; see
+            :class:`~autopar.api.options.ConstraintOptions`.
 
     Raises:
         ConfigError: An argument is wrong, the launch does not fit, the plan is another model's.
@@ -126,7 +124,7 @@ def compile(  # noqa: PLR0913
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
-    takes_batch = _BATCH in inputs if isinstance(inputs, Mapping) else inputs is None
+    takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
     state = CompiledState(
         launch=lambda owner, call: _launch_lazily(owner, call, order, state),
         guard=guard,
@@ -135,15 +133,25 @@ def compile(  # noqa: PLR0913
         report=render_plan,
     )
     if inputs is not None or args is not None:
-        call, _ = bind(model, state, *as_call(inputs, args))
-        captured = _capture(model, call, order)
-        if guard is None:
-            state.plan = _make_plan(captured, order)
-        else:
-            state.session = _launch(model, call, captured, order, guard)
-            state.plan = state.session.plan
+        _start(model, as_call(inputs, args), order, state)
     extend(model, state)
     return model
+
+
+def _start(
+    model: torch.nn.Module,
+    first: tuple[tuple[object, ...], dict[str, object]],
+    order: _Order,
+    state: CompiledState,
+) -> None:
+    """Plan a model whose first call is known, and start it where it runs."""
+    call, _ = bind(model, state, *first)
+    captured = _capture(model, call, order)
+    if state.guard is None:
+        state.plan = _make_plan(captured, order)
+    else:
+        state.session = _launch(model, call, captured, order, state.guard)
+        state.plan = state.session.plan
 
 
 def _check_arguments(model: torch.nn.Module, on_unknown: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from autopar.api.profiling import saved_profile
 from autopar.cluster import Cluster, DeviceKind
 from autopar.errors import ConfigError
 from autopar.runtime.failure import FailFast, fail_fast
@@ -91,7 +92,7 @@ def local_machine() -> Cluster:
             num_devices=torch.cuda.device_count(),
             memory_bytes=properties.total_memory,
         )
-    return local_cluster()
+    return local_cluster(saved_profile())
 
 
 @functools.cache

@@ -144,7 +144,7 @@ def _recompute_counts(names: Iterable[str]) -> str:
     shown = ", ".join(f"{count} x {kind}" for kind, count in counts.most_common(8))
     rest = len(counts) - 8
     return f"{sum(counts.values())} operators: {shown}" + (
-        f" and {rest} kinds more" if rest > 0 else ""
+        f" and {rest} more kind{'s' if rest > 1 else ''}" if rest > 0 else ""
     )
 
 

@@ -1,8 +1,8 @@
 """Plain-text tables and paragraphs that keep to a width without cutting a number.
 
-A table that is too wide first wraps its columns of words. If that does not do, a table of numbers
-is split into several, each with the first column again; one with words is stacked: a block of
-``heading value`` pairs per row.
+A table that is too wide first wraps its columns of words. If that does not do, columns that may go
+are left out; then a table of numbers is split into several, each with the first column again, and
+any other is stacked: a block of ``heading value`` pairs per row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TypeAlias
 Lines: TypeAlias = list[str]
 
 GAP = 2
-LEAST_WORDS = 18  # columns below which a column of words is no longer readable
 _GLUE = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(?:B|[KMGT]iB|s|ms|us|ns|%|x)(?![A-Za-z]))")
 _BREAKS = re.compile(r"[^./_,:\-\[]*[./_,:\-\[]?")
@@ -29,11 +28,20 @@ class Column:
         heading: Its title.
         is_number: Aligned to the right and never wrapped.
         is_words: May be wrapped.
+        least: Characters below which it is not made narrower, if it holds words.
+        may_go: Left out where the table would not fit otherwise.
     """
 
     heading: str
     is_number: bool = False
     is_words: bool = False
+    least: int = 18
+    may_go: bool = False
+
+    @property
+    def is_name(self) -> bool:
+        """Whether it is text that is never wrapped."""
+        return not self.is_number and not self.is_words
 
 
 def numbers(*headings: str) -> tuple[Column, ...]:
@@ -41,9 +49,9 @@ def numbers(*headings: str) -> tuple[Column, ...]:
     return tuple(Column(heading, is_number=True) for heading in headings)
 
 
-def words(*headings: str) -> tuple[Column, ...]:
-    """Columns that may be wrapped."""
-    return tuple(Column(heading, is_words=True) for heading in headings)
+def words(*headings: str, least: int = 18, may_go: bool = False) -> tuple[Column, ...]:
+    """Columns that may be wrapped, down to ``least`` characters."""
+    return tuple(Column(h, is_words=True, least=least, may_go=may_go) for h in headings)
 
 
 def names(*headings: str) -> tuple[Column, ...]:
@@ -99,7 +107,11 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
         narrowed = _narrowed(columns, sizes, excess)
         if narrowed is not None:
             sizes = narrowed
-        elif any(column.is_words for column in columns):
+        elif any(column.may_go for column in columns):
+            stay = [i for i, column in enumerate(columns) if not column.may_go]
+            fewer = [[row[i] for i in stay] for row in rows]
+            return table([columns[i] for i in stay], fewer, width)
+        elif not all(column.is_number for column in columns[1:]):
             return stacked(columns, rows, width)
         else:
             return _split(columns, rows, sizes, width)
@@ -107,17 +119,25 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
 
 
 def stacked(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Lines:
-    """Per row the first cell, then the others with their headings."""
+    """Per row its names, then the other cells with their headings; dashes are left out."""
     lines: Lines = []
+    num_names = 1
+    while num_names < len(columns) and columns[num_names].is_name:
+        num_names += 1
     for row in rows:
-        pairs = [
-            f"{column.heading}{_GLUE}{cell if column.is_words else cell.replace(' ', _GLUE)}"
-            for column, cell in zip(columns[1:], row[1:], strict=True)
+        parts = [
+            _glued(column.heading) + _GLUE + (cell if column.is_words else _glued(cell))
+            for column, cell in zip(columns[num_names:], row[num_names:], strict=True)
             if cell not in ("", "-")
         ]
-        title = f"{columns[0].heading} {row[0]}" if row[0].isdecimal() else row[0]
-        lines += paragraph(f"{title}: {', '.join(pairs)}", width, indent="  ", first="")
+        title = " ".join(row[:num_names])
+        title = f"{columns[0].heading} {title}" if title.isdecimal() else title
+        lines += paragraph(f"{title}: {', '.join(parts)}", width, indent="  ", first="")
     return lines
+
+
+def _glued(text: str) -> str:
+    return text.replace(" ", _GLUE)
 
 
 def _pieces(word: str, room: int) -> list[tuple[str, bool]]:
@@ -136,11 +156,15 @@ def _narrowed(columns: Sequence[Column], sizes: Sequence[int], excess: int) -> l
     result = list(sizes)
     for _ in range(excess):
         at = max(
-            (i for i, column in enumerate(columns) if column.is_words),
+            (
+                i
+                for i, column in enumerate(columns)
+                if column.is_words and result[i] > max(column.least, len(column.heading))
+            ),
             key=lambda i: result[i],
             default=None,
         )
-        if at is None or result[at] <= max(LEAST_WORDS, len(columns[at].heading)):
+        if at is None:
             return None
         result[at] -= 1
     return result

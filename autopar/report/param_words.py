@@ -16,6 +16,7 @@ from autopar.sharding.signature import AxisStrategy
 
 COLUMN = "column-parallel"
 ROW = "row-parallel"
+STORED_WHOLE = ", stored whole"
 _MOVES = frozenset(
     {
         "aten.permute.default", "aten.view.default", "aten.expand.default", "aten._to_copy.default",
@@ -56,15 +57,22 @@ def describe_param_splits(
     """
     nodes = graph.node_map()
     users = graph.users()
-    result: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for param in graph.of_kind(InputKind.PARAM):
         words = _describe(param, nodes, users, splits, axis)
         if param.param in zero3_params:
             words = "sharded over dp (ZeRO-3)" if words == "replicated" else f"{words}, dp (ZeRO-3)"
-        # the parts of a fused projection may be split differently
-        others = [result[param.param]] if param.param in result else []
-        result[param.param] = "; ".join(dict.fromkeys([*others, words]))
-    return result
+        found.setdefault(param.param, []).append(words)
+    return {name: _joined(texts) for name, texts in found.items()}
+
+
+def _joined(texts: list[str]) -> str:
+    """Words for the parts of a fused projection, which may be split differently."""
+    different = list(dict.fromkeys(texts))
+    bare = dict.fromkeys(text.replace(STORED_WHOLE, "") for text in different)
+    if len(bare) == 1 and len(different) > 1:
+        return f"{next(iter(bare))}, partly stored whole"
+    return "; ".join(different)
 
 
 def _describe(
@@ -84,7 +92,7 @@ def _describe(
             return f"sharded over {axis} (dim {stored.dim}), gathered before use"
         return "replicated"
     text = f"{' and '.join(found)} over {axis}"
-    return f"{text}, stored whole" if isinstance(stored, Replicate) else text
+    return text + STORED_WHOLE if isinstance(stored, Replicate) else text
 
 
 def _consumers(

@@ -103,7 +103,7 @@ class _Reader:
         groups: dict[str, list[str]] = {}
         for block, kinds in again.items():
             groups.setdefault(_words(kinds, kept.get(block, ())), []).append(block)
-        return [(", ".join(fold_scopes(found)), words) for words, found in groups.items()]
+        return [(", ".join(fold_scopes(_leaves(found))), words) for words, found in groups.items()]
 
     def _maker(self, node: Node) -> Node:
         """The operator whose result a ``getitem`` picks; else the node itself."""
@@ -140,6 +140,11 @@ def _block(scope: str) -> str:
     parts = scope.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[: at + 1]) or _OUTSIDE
+
+
+def _leaves(scopes: Collection[str]) -> list[str]:
+    """Without modules that contain another one of the list."""
+    return [s for s in scopes if not any(other.startswith(f"{s}.") for other in scopes)]
 
 
 def _kind(op: str) -> str:

@@ -1,152 +1,269 @@
-"""The tables of a plan's report. One function per table: a Plan in, a rich Table out."""
+"""The tables of a plan's report. One function per table: a plan and a width in, lines out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
-from rich import box
-from rich.table import Table
-
-from autopar.plan.types import Plan, StagePlan
-from autopar.report.fold import fold_ranks, fold_scopes
+from autopar.plan.types import Candidate, CollectiveTotal, Plan, StagePlan
+from autopar.report.fold import fold_braces, fold_ranks, fold_scopes
+from autopar.report.layout import Lines, names, numbers, table, words
+from autopar.report.purposes import purpose_of
 from autopar.units import format_bytes, format_time
 
+_MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "transient", "buffers")
 
-def stages_table(plan: Plan) -> Table:
+
+def stages_table(plan: Plan, width: int) -> Lines:
     """Who has what: ranks, layers, parameters, ZeRO level, micro-batches in flight."""
-    table = _table("stage", "ranks", "layers", "parameters", "ZeRO", "in flight")
-    table.columns[2].justify = "left"
-    table.columns[2].overflow = "fold"
-    for stage in plan.stages:
-        table.add_row(
+    columns = [*names("stage"), *numbers("ranks"), *words("layers"), *numbers("parameters")]
+    has_zero = plan.mesh.dp > 1
+    columns += numbers(*(("ZeRO",) if has_zero else ()), "in flight")
+    rows = [
+        [
             str(stage.index),
             fold_ranks(stage.devices),
-            ", ".join(fold_scopes(stage.scopes)) or "-",
+            ", ".join(fold_scopes(_leaf_scopes(stage.scopes))) or "-",
             f"{stage.parameters:,}",
-            str(stage.zero_level) if plan.mesh.dp > 1 else "-",
+            *([str(stage.zero_level)] if has_zero else []),
             str(stage.num_in_flight),
+        ]
+        for stage in plan.stages
+    ]
+    return table(columns, rows, width)
+
+
+def memory_table(plan: Plan, width: int) -> Lines:
+    """Bytes by part, per stage."""
+    columns = [*names("stages"), *numbers("total", "of limit", *_MEMORY_PARTS)]
+
+    def cells(stage: StagePlan) -> tuple[str, ...]:
+        parts = [getattr(stage.memory, f"{name}_bytes") for name in _MEMORY_PARTS]
+        total = stage.memory.total_bytes
+        share = _share(total, plan.memory_limit_bytes)
+        return (_short_bytes(total), share, *map(_short_bytes, parts))
+
+    return table(columns, _grouped(plan.stages, cells), width)
+
+
+def devices_memory_table(plan: Plan, width: int) -> Lines:
+    """Bytes of devices that have several stages: what all hold, and the largest transient."""
+    mesh = plan.mesh
+    columns = [*numbers("ranks", "stages", "at the peak", "of limit")]
+    rows = []
+    for rank in range(mesh.pp):
+        stages = plan.stages[rank :: mesh.pp]
+        held = sum(s.memory.total_bytes - s.memory.transient_bytes for s in stages)
+        total = held + max(s.memory.transient_bytes for s in stages)
+        rows.append(
+            [
+                fold_ranks(stages[0].devices),
+                fold_ranks(s.index for s in stages),
+                format_bytes(total),
+                _share(total, plan.memory_limit_bytes),
+            ]
         )
-    return table
+    return table(columns, rows, width)
 
 
-def memory_table(plan: Plan) -> Table:
-    """Bytes by part."""
-    names = ("params", "grads", "optimizer", "activations", "transient", "buffers", "total")
-    table = _table("stage", "params", "grads", "optim.", "activ.", "trans.", "buffers", *names[6:])
-    table.add_column("of limit", justify="right")
-    for stage in plan.stages:
-        parts = [getattr(stage.memory, f"{name}_bytes") for name in names]
-        limit = plan.memory_limit_bytes
-        share = f"{100 * stage.memory.total_bytes / limit:.1f} %" if limit else "-"
-        table.add_row(str(stage.index), *map(_short_bytes, parts), share)
-    return table
+def time_table(plan: Plan, width: int) -> Lines:
+    """Seconds by part, per stage: one micro-batch, then what is done once per step."""
+    has_comm = any(s.time.forward_comm_s or s.time.backward_comm_s for s in plan.stages)
+    comm = ("F comm", "B comm") if has_comm else ()
+    heads = ["F", *comm[:1], "B", *comm[1:], "p2p", "reduce", "unshard", "optimizer"]
+    columns = [*names("stages"), *numbers(*heads)]
 
-
-def time_table(plan: Plan) -> Table:
-    """Seconds by part."""
-    table = _table(
-        "stage", "F", "F comm", "B", "B comm", "p2p", "reduce", "unshard", "optimizer", "step"
-    )
-    for stage in plan.stages:
+    def cells(stage: StagePlan) -> tuple[str, ...]:
         time = stage.time
-        table.add_row(
-            str(stage.index),
-            *map(
-                format_time,
-                (
-                    time.forward_s, time.forward_comm_s, time.backward_s, time.backward_comm_s,
-                    time.p2p_s, time.reduce_s, time.unshard_s, time.optimizer_s,
-                    busy_time_s(stage, plan.num_microbatches),
-                ),
-            ),
-        )  # fmt: skip
-    return table
+        parts = [time.forward_s, time.forward_comm_s, time.backward_s, time.backward_comm_s]
+        parts = parts if has_comm else parts[::2]
+        parts += [time.p2p_s, time.reduce_s, time.unshard_s, time.optimizer_s]
+        return tuple(map(format_time, parts))
+
+    return table(columns, _grouped(plan.stages, cells), width)
 
 
-def busy_time_s(stage: StagePlan, num_microbatches: int) -> float:
-    """Seconds of one step in which the stage computes or communicates, overlap not counted off."""
-    time = stage.time
-    per_microbatch = time.forward_s + time.forward_comm_s + time.backward_s + time.backward_comm_s
-    return num_microbatches * per_microbatch + time.reduce_s + time.unshard_s + time.optimizer_s
+def shares_table(plan: Plan, width: int) -> Lines:
+    """Where the time of a step goes on each pipeline rank; empty without a predicted time.
+
+    What is left of the step is waiting: pipeline bubbles and messages that nothing hides.
+    """
+    if plan.time_s <= 0 or any(s.time.forward_s <= 0 for s in plan.stages):
+        return []
+    heads = ("compute", "collectives", "per step", "optimizer", "waiting")
+    rows = []
+    for rank in range(plan.mesh.pp):
+        stages = plan.stages[rank :: plan.mesh.pp]
+        parts = [sum(part) for part in zip(*(_busy_s(s, plan) for s in stages), strict=True)]
+        parts.append(max(0.0, plan.time_s - sum(parts)))
+        rows.append(
+            [fold_ranks(stages[0].devices), *(_share(part, plan.time_s) for part in parts)]
+        )
+    return table([*numbers("ranks", *heads)], rows, width)
 
 
-def collectives_table(plan: Plan) -> Table:
-    """Calls, payload and time by kind, axis and place; stages with the same rows share them."""
-    table = _table("stages", "collective", "axis", "where", "calls", "payload", "time")
-    for column in table.columns[1:4]:
-        column.justify = "left"
-    by_rows: dict[tuple[object, ...], list[int]] = {}
+def collectives_table(plan: Plan, width: int) -> Lines:
+    """Per kind of collective: calls, payload and time on one device in one step, and what for.
+
+    Where stages differ, the least and the most are shown.
+    """
+    columns = [*names("axis", "when", "collective"), *numbers("calls", "payload", "time")]
+    columns += words("what for", least=12, may_go=True)
+    found: dict[tuple[str, str, str], list[CollectiveTotal]] = {}
     for stage in plan.stages:
-        by_rows.setdefault(stage.collectives, []).append(stage.index)
-    for stage in plan.stages:
-        indexes = by_rows.pop(stage.collectives, [])
-        for total in stage.collectives if indexes else ():
-            table.add_row(
-                fold_ranks(indexes), total.kind, total.axis, total.where, f"{total.count:,}",
-                format_bytes(total.payload_bytes), format_time(total.time_s),
-            )  # fmt: skip
-    return table
+        for total in stage.collectives:
+            found.setdefault((total.axis, total.where, total.kind), []).append(total)
+    rows = []
+    for (axis, where, kind), totals in sorted(found.items()):
+        rows.append(
+            [
+                axis,
+                where.removeprefix("once "),
+                kind,
+                _span([t.count for t in totals], lambda n: f"{n:,.0f}"),
+                _span([t.payload_bytes for t in totals], _short_bytes),
+                _span([t.time_s for t in totals], format_time),
+                purpose_of(kind, axis, where),
+            ]
+        )
+    return table(columns, rows, width)
 
 
-def params_table(rows: Iterable[tuple[str, int, str]]) -> Table:
-    """Parameter patterns and how they are split."""
-    table = _table("parameters", "tensors", "split")
-    table.columns[0].overflow = "fold"
-    table.columns[2].justify = "left"
-    for pattern, count, words in rows:
-        table.add_row(pattern, str(count), words)
-    return table
+def stage_collectives_table(plan: Plan, width: int) -> Lines:
+    """Per stage and mesh axis: calls, payload and time of all collectives in one step."""
+    axes = list(dict.fromkeys(t.axis for s in plan.stages for t in s.collectives))
+    heads = [f"{axis} {what}" for axis in axes for what in ("calls", "payload", "time")]
+
+    def cells(stage: StagePlan) -> tuple[str, ...]:
+        row: list[str] = []
+        for axis in axes:
+            totals = [t for t in stage.collectives if t.axis == axis]
+            row.append(f"{sum(t.count for t in totals):,}")
+            row.append(_short_bytes(sum(t.payload_bytes for t in totals)))
+            row.append(format_time(sum(t.time_s for t in totals)))
+        return tuple(row)
+
+    return table([*names("stages"), *numbers(*heads)], _grouped(plan.stages, cells), width)
 
 
-def constraints_table(plan: Plan) -> Table:
-    """Constraints with origin and effect."""
-    table = _left_table("constraint", "value", "origin", "effect")
-    for constraint in plan.constraints:
-        table.add_row(constraint.name, constraint.value, constraint.origin, constraint.effect)
-    return table
+def params_table(rows: Iterable[tuple[str, int, str]], width: int) -> Lines:
+    """How parameters are split: per words the patterns of names, what is replicated last."""
+    patterns: dict[str, list[str]] = {}
+    counts: dict[str, int] = {}
+    for pattern, count, text in rows:
+        patterns.setdefault(text, []).append(pattern)
+        counts[text] = counts.get(text, 0) + count
+    ordered = sorted(patterns, key=lambda text: text == "replicated")
+    columns = [*words("split"), *numbers("tensors"), *words("parameters")]
+    cells = [[text, str(counts[text]), ", ".join(fold_braces(patterns[text]))] for text in ordered]
+    return table(columns, cells, width)
 
 
-def runners_up_table(plan: Plan) -> Table:
-    """What else was considered, and why it lost."""
-    table = _table("mesh", "schedule", "micro-b.", "ZeRO", "recompute", "time", "peak", "why not")
-    table.columns[1].justify = table.columns[4].justify = table.columns[7].justify = "left"
-    table.columns[7].overflow = "fold"
+def constraints_table(plan: Plan, width: int) -> Lines:
+    """Constraints with origin and effect, the user's first."""
+    columns = [*names("constraint"), *words("value"), *names("origin"), *words("effect")]
+    found = sorted(plan.constraints, key=lambda c: c.origin != "user")
+    rows = [[c.name, c.value, c.origin, c.effect or "-"] for c in found]
+    return table(columns, rows, width)
+
+
+def runners_up_table(plan: Plan, width: int) -> Lines:
+    """The plan itself, then what else was considered, its times and why it lost."""
+    columns = [
+        *words("mesh", least=10), *names("schedule"), *numbers("mb", "ZeRO"),
+        *words("recompute", least=12), *numbers("estimate", "simulated", "peak"),
+        *words("why not", least=13),
+    ]  # fmt: skip
+    recomputed = any(stage.recompute for stage in plan.stages)
+    own = [
+        str(plan.mesh), plan.schedule.value, str(plan.num_microbatches),
+        str(max(s.zero_level for s in plan.stages)) if plan.stages else "-",
+        "see above" if recomputed else "none",
+        format_time(plan.objective_s) if plan.objective_s > 0 else "-", format_time(plan.time_s),
+        _short_bytes(plan.peak_bytes), "(this plan)",
+    ]  # fmt: skip
+    rows = [own]
     for candidate in plan.runners_up:
-        # A candidate that does not fit has no time.
-        time = format_time(candidate.time_s) if isfinite(candidate.time_s) else "-"
-        table.add_row(
-            str(candidate.mesh), candidate.schedule.value, str(candidate.num_microbatches),
-            str(candidate.zero_level), candidate.recompute, time,
-            format_bytes(candidate.peak_bytes), candidate.reason,
+        estimate, simulated, reason = _verdict(candidate, plan)
+        rows.append(
+            [
+                str(candidate.mesh), candidate.schedule.value, str(candidate.num_microbatches),
+                str(candidate.zero_level), _in_blocks(candidate.recompute), estimate, simulated,
+                _short_bytes(candidate.peak_bytes), reason,
+            ]
         )  # fmt: skip
-    return table
+    return table(columns, rows, width)
 
 
-def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Names and values without a heading."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in pairs:
-        table.add_row(name, value)
-    return table
+def _verdict(candidate: Candidate, plan: Plan) -> tuple[str, str, str]:
+    """(Estimated time, simulated time, why it lost); a dash for what there is not."""
+    time_s = candidate.time_s
+    if candidate.reason.startswith("needs") or not isfinite(time_s) or time_s <= 0:
+        return "-", "-", candidate.reason
+    if candidate.reason.startswith("estimated"):
+        if time_s > plan.time_s:
+            return format_time(time_s), "-", _slower(time_s, plan.time_s)
+        return format_time(time_s), "-", "not simulated: others had better estimates"
+    if candidate.reason.startswith("simulated"):
+        return "-", format_time(time_s), _slower(time_s, plan.time_s)
+    return "-", format_time(time_s), candidate.reason
 
 
-def _table(first: str, *others: str) -> Table:
-    """A table whose first column is left-aligned and whose others hold numbers."""
-    table = _left_table(first, *others)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
+def _in_blocks(text: str) -> str:
+    """Words such as "full in 2 blocks" shortened to "2 full"."""
+    return re.sub(r"(\w+) in (\d+) blocks", r"\2 \1", text)
 
 
-def _left_table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for heading in headings:
-        table.add_column(heading)
-    return table
+def _slower(time_s: float, best_s: float) -> str:
+    """By how much; equal times are decided by the simpler mesh."""
+    percent = 100 * (time_s - best_s) / best_s if best_s > 0 else 0.0
+    return f"{percent:.1f} % slower" if percent >= 0.05 else "as fast, less simple"
 
 
-def _short_bytes(amount_bytes: int) -> str:
+def _leaf_scopes(scopes: Sequence[str]) -> list[str]:
+    """Without modules that contain another one of the list."""
+    return [s for s in scopes if not any(other.startswith(f"{s}.") for other in scopes)]
+
+
+def _busy_s(stage: StagePlan, plan: Plan) -> tuple[float, float, float, float]:
+    """Seconds of a step: computing, collectives of micro-batches, once-per-step, optimizer."""
+    time = stage.time
+    comm_s = time.forward_comm_s + time.backward_comm_s
+    compute_s = time.forward_s + time.backward_s - comm_s
+    count = plan.num_microbatches
+    return (
+        count * compute_s,
+        count * comm_s,
+        time.reduce_s + time.unshard_s,
+        time.optimizer_s,
+    )
+
+
+def _grouped(
+    stages: Sequence[StagePlan], cells: Callable[[StagePlan], tuple[str, ...]]
+) -> list[list[str]]:
+    """Rows of stages, those that look the same in one row."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for stage in stages:
+        found.setdefault(cells(stage), []).append(stage.index)
+    return [[fold_ranks(indexes), *row] for row, indexes in found.items()]
+
+
+def _span(amounts: Sequence[float], text: Callable[[float], str]) -> str:
+    """One amount, or the least and the most; the unit once if it is the same."""
+    low, high = text(min(amounts)), text(max(amounts))
+    if low == high:
+        return high
+    number, _, unit = low.partition(" ")
+    return f"{number}-{high}" if unit == high.partition(" ")[2] else f"{low} - {high}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _short_bytes(amount_bytes: float) -> str:
     """Three digits, so that a row of eight amounts fits a terminal.
 
     >>> _short_bytes(268435456), _short_bytes(1610612736)

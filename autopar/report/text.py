@@ -1,31 +1,34 @@
 """A plan as text for a terminal or a file: who does what, how long, how many bytes, and why.
 
-:func:`render_plan` gives a string without colour, the same everywhere; :func:`print_plan` writes to
-a console, in colour where it is one. Numbers are formatted here and nowhere below.
+:func:`render_plan` gives a string without colour; :func:`print_plan` writes it, with bold titles on
+a terminal. Lines are laid out here for a width and nothing wraps them again. Numbers are formatted
+here and nowhere below.
 """
 
 from __future__ import annotations
 
-import io
+import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
+from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
-
+from autopar.ir.graph import Graph
 from autopar.plan.schedule import compute_order
 from autopar.plan.schedule_text import draw_schedule
-from autopar.plan.types import MeshShape, Plan, ScheduleKind
-from autopar.report.fold import fold_ranks, fold_scopes, fold_words
+from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan, ScheduleKind
+from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
+from autopar.report.fold import fold_ranks
+from autopar.report.layout import Lines, bullets, indented, pairs, paragraph
+from autopar.report.recompute import recompute_summary
 from autopar.report.tables import (
     collectives_table,
     constraints_table,
+    devices_memory_table,
     memory_table,
-    pairs_table,
     params_table,
     runners_up_table,
+    shares_table,
+    stage_collectives_table,
     stages_table,
     time_table,
 )
@@ -36,42 +39,48 @@ SCHEDULE_WORDS = {
     ScheduleKind.ONE_F_ONE_B: "1F1B",
     ScheduleKind.INTERLEAVED: "interleaved 1F1B",
 }
+DEFAULT_WIDTH = 100
+LEAST_WIDTH = 60
+INDENT = 2
 
 
-def render_plan(
-    plan: Plan, *, width: int = 100, param_roles: Mapping[str, str] | None = None
-) -> str:
-    """The report as plain text.
+def render_plan(plan: Plan, *, width: int | None = None, graph: Graph | None = None) -> str:
+    """The report as plain text; no line is longer than the width.
 
     Args:
         plan: The plan.
-        width: Columns, >= 60.
-        param_roles: Parameter name -> words for its split, from
-            :func:`autopar.report.param_words.describe_param_splits`. Without them the splits are
-            summed up by operator.
+        width: Columns, at least 60. Left out: those of the terminal, or 100 where there is none.
+        graph: The graph that the plan was made for. With it parameters and what is recomputed are
+            told by the model's own names.
     """
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, color_system=None, force_terminal=False, soft_wrap=False
-    )
-    print_plan(plan, console=console, param_roles=param_roles)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines()) + "\n"
+    columns = max(LEAST_WIDTH, terminal_width() if width is None else width)
+    lines: Lines = []
+    for title, body in _sections(plan, facts_of(plan, graph), columns - INDENT):
+        lines += [*([""] if lines else []), title, *indented(body, INDENT)]
+    return "\n".join(lines) + "\n"
 
 
 def print_plan(
     plan: Plan,
     *,
-    console: Console | None = None,
-    param_roles: Mapping[str, str] | None = None,
+    width: int | None = None,
+    graph: Graph | None = None,
+    file: TextIO | None = None,
 ) -> None:
-    """Write the report to a console; without one to standard output, plain if it is no terminal."""
-    if console is None and not sys.stdout.isatty():
-        sys.stdout.write(render_plan(plan, param_roles=param_roles))
-        return
-    target = console or Console(highlight=False)
-    for title, body in _sections(plan, param_roles, target.width):
-        target.print(Text(title, style="bold"), highlight=False)
-        target.print(Padding(body, (0, 0, 1, 2)), highlight=False)
+    """Write the report to a file, standard output if left out; titles are bold on a terminal."""
+    target = sys.stdout if file is None else file
+    text = render_plan(plan, width=width, graph=graph)
+    if target.isatty():
+        text = "".join(
+            f"\033[1m{line}\033[0m\n" if line and not line.startswith(" ") else f"{line}\n"
+            for line in text.splitlines()
+        )
+    target.write(text)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal (or the variable COLUMNS); 100 where there is none."""
+    return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
 def mesh_words(mesh: MeshShape) -> str:
@@ -92,113 +101,185 @@ def mesh_words(mesh: MeshShape) -> str:
 
 
 def gap_fraction(plan: Plan) -> float | None:
-    """Share of the surrogate's objective that the lower bound leaves open; None without a bound."""
-    if plan.objective_s <= 0 or plan.bound_s <= 0:
+    """Share of the predicted time that the lower bound leaves open; None without a bound."""
+    if plan.time_s <= 0 or plan.bound_s <= 0:
         return None
-    return max(0.0, (plan.objective_s - plan.bound_s) / plan.objective_s)
+    return max(0.0, (plan.time_s - plan.bound_s) / plan.time_s)
 
 
-def _sections(
-    plan: Plan, roles: Mapping[str, str] | None, width: int
-) -> Iterator[tuple[str, RenderableType]]:
-    yield "Plan", _header(plan)
-    yield "Stages", stages_table(plan)
-    yield "Memory of the worst device of each stage, against the limit", memory_table(plan)
-    yield "Time of each stage: per micro-batch, and once per step", time_table(plan)
+def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines]]:
+    yield "Plan", _header(plan, width)
+    yield "Stages", stages_table(plan, width)
+    yield "Memory of a device, by stage", _memory(plan, width)
+    yield "Time by stage: one micro-batch, and once per step", _time(plan, width)
     if any(stage.collectives for stage in plan.stages):
-        yield "Collectives of one device in one step", collectives_table(plan)
-    yield "Splits", _splits(plan, roles)
+        yield "Collectives of one device in one step", _collectives(plan, width)
+    yield "Splits", _splits(plan, facts, width)
     if plan.mesh.pp > 1:
         yield "Schedule (a backward drawn twice as long as a forward)", _schedule(plan, width)
-    recompute = _recompute(plan)
-    if recompute:
-        yield "Recomputed in backward", Text("\n".join(recompute))
+    if facts.recompute:
+        yield "Recomputed in backward", _recompute(facts, width)
     if plan.unruled:
-        yield "Operators without a rule (replicated)", _lines(plan.unruled)
+        yield "Operators without a rule (replicated)", bullets(plan.unruled, width)
     if plan.constraints:
-        yield "Constraints in force", constraints_table(plan)
+        yield "Constraints in force", constraints_table(plan, width)
     if plan.runners_up:
-        yield "Runners-up", runners_up_table(plan)
+        yield "Runners-up", _runners_up(plan, width)
     if plan.assumptions:
-        yield "Assumptions", _lines(plan.assumptions)
+        yield "Assumptions", bullets(plan.assumptions, width)
     if plan.provenance:
-        yield "Provenance", pairs_table(sorted(plan.provenance.items()))
+        yield "Provenance", pairs(sorted(plan.provenance.items()), width)
 
 
-def _header(plan: Plan) -> Text:
+def _header(plan: Plan, width: int) -> Lines:
     mesh = plan.mesh
-    lines = [
-        f"{mesh}: {mesh_words(mesh)}",
-        f"{SCHEDULE_WORDS[plan.schedule]}, {_counted(plan.num_microbatches, 'micro-batch', 'es')}"
-        + (", batch statistics per micro-batch" if plan.microbatch_statistics else ""),
-        f"devices: {mesh.num_ranks} of {plan.num_devices} ({plan.cluster})",
+    microbatches = _counted(plan.num_microbatches, "micro-batch", "es")
+    rows = [
+        ("mesh", f"{mesh}: {mesh_words(mesh)}"),
+        (
+            "schedule",
+            f"{SCHEDULE_WORDS[plan.schedule]}, {microbatches}"
+            + (", batch statistics per micro-batch" if plan.microbatch_statistics else ""),
+        ),
+        ("devices", f"{mesh.num_ranks} of {plan.num_devices} ({plan.cluster})"),
     ]
     idle = range(mesh.num_ranks, plan.num_devices)
     if idle:
-        lines.append(f"idle: rank{'s' if len(idle) > 1 else ''} {fold_ranks(idle)}")
-    lines.append(f"predicted time of a step: {format_time(plan.time_s)}")
+        rows.append(("idle", f"rank{'s' if len(idle) > 1 else ''} {fold_ranks(idle)}"))
+    rows.append(("time", f"{format_time(plan.time_s)} per step, predicted"))
     gap = gap_fraction(plan)
-    if gap is not None:
-        lines.append(
-            f"solver's own estimate {format_time(plan.objective_s)}, lower bound "
-            f"{format_time(plan.bound_s)}, gap {100 * gap:.1f} %"
-        )
+    if gap is None:
+        rows.append(("bound", "no lower bound was proved"))
     else:
-        lines.append("no lower bound was proved")
-    peak = f"predicted peak memory of the worst device: {format_bytes(plan.peak_bytes)}"
+        text = f"no searched plan takes less than {format_time(plan.bound_s)}: gap {100 * gap:.1f} %"
+        if plan.objective_s > 0:
+            model_gap = max(0.0, 1 - plan.bound_s / plan.objective_s)
+            text += f" ({100 * model_gap:.1f} % of the solver's estimate "
+            text += f"{format_time(plan.objective_s)})"
+        rows.append(("bound", text))
+    peak = f"{format_bytes(plan.peak_bytes)} at the peak of the worst device"
     if plan.memory_limit_bytes:
         share = 100 * plan.peak_bytes / plan.memory_limit_bytes
-        peak += f" of {format_bytes(plan.memory_limit_bytes)} ({share:.1f} %)"
-    lines.append(peak)
-    lines.append(f"optimizer assumed: {plan.optimizer}")
-    return Text("\n".join(lines))
+        peak += f", {share:.1f} % of the limit of {format_bytes(plan.memory_limit_bytes)}"
+    rows += [("memory", f"{peak}, predicted"), ("optimizer", f"{plan.optimizer}, assumed")]
+    return pairs(rows, width)
 
 
-def _splits(plan: Plan, roles: Mapping[str, str] | None) -> RenderableType:
-    parts: list[RenderableType] = []
-    if roles:
-        parts.append(params_table(fold_words(roles)))
-    for axis, table in plan.splits.items():
-        if not roles or axis != "tp":
-            parts.append(Text(f"over {axis}: {_operator_counts(table)}"))
-    return Group(*parts) if parts else Text("everything is replicated")
-
-
-def _operator_counts(table: Mapping[str, str]) -> str:
-    """Operators that are split, counted by the name without its number."""
-    split = (
-        name for name, text in table.items() if "->" in text and ("S(" in text or "P(" in text)
-    )
-    counts = Counter(name.rstrip("0123456789").rstrip("_") for name in split)
-    return ", ".join(f"{count} x {name}" for name, count in counts.most_common(12)) or "nothing"
-
-
-def _schedule(plan: Plan, width: int) -> Text:
-    mesh = plan.mesh
-    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, plan.num_microbatches)
-    return Text(draw_schedule(order, max_width=max(40, width - 2)), no_wrap=True)
-
-
-def _recompute(plan: Plan) -> list[str]:
-    lines = []
-    for stage in plan.stages:
-        if stage.recompute:
-            counts = _operator_counts_of(stage.recompute)
-            lines.append(
-                f"stage {stage.index}: {_counted(len(stage.recompute), 'operator', 's')}: {counts}"
-            )
+def _memory(plan: Plan, width: int) -> Lines:
+    lines = memory_table(plan, width)
+    if plan.mesh.virtual > 1:
+        lines += ["", *devices_memory_table(plan, width)]
     return lines
 
 
-def _operator_counts_of(names: Iterable[str]) -> str:
-    plain = [n for n in names if "." not in n]
-    counts = Counter(n.rstrip("0123456789").rstrip("_") for n in plain)
-    dotted = fold_scopes(n for n in names if "." in n)
-    return ", ".join([*(f"{c} x {n}" for n, c in counts.most_common(12)), *dotted])
+def _time(plan: Plan, width: int) -> Lines:
+    lines = time_table(plan, width)
+    if any(s.time.forward_comm_s or s.time.backward_comm_s for s in plan.stages):
+        lines += paragraph("F comm and B comm are the parts of F and B in collectives.", width)
+    shares = shares_table(plan, width)
+    if shares:
+        title = f"Where the {format_time(plan.time_s)} of a step go:"
+        note = "Per step: gradients reduced, parameters gathered. "
+        if plan.mesh.pp > 1:
+            note += "Waiting: for other stages (bubbles) and for messages that nothing hides."
+        lines += ["", title, *shares]
+        lines += paragraph(note.rstrip(), width)
+    return lines
 
 
-def _lines(lines: Iterable[str]) -> Text:
-    return Text("\n".join(f"- {line}" for line in lines))
+def _collectives(plan: Plan, width: int) -> Lines:
+    lines = collectives_table(plan, width)
+    if len({stage.collectives for stage in plan.stages}) > 1:
+        lines += ["", "By stage:", *stage_collectives_table(plan, width)]
+    return lines
+
+
+def _splits(plan: Plan, facts: Facts, width: int) -> Lines:
+    lines: Lines = []
+    for text in [*_argument_words(plan, facts), *_operator_words(plan, facts), *_zero_words(plan)]:
+        lines += paragraph(text, width, indent="  ", first="")
+    if facts.parameters:
+        lines += ["", *params_table(facts.parameters, width)]
+        if facts.num_operators is None:
+            lines += paragraph("Parameters that are not listed are replicated over tp.", width)
+    return lines or ["everything is replicated"]
+
+
+def _argument_words(plan: Plan, facts: Facts) -> Iterator[str]:
+    """Which call arguments are cut, along which dim, into what."""
+    parts = {
+        MB_AXIS: _counted(plan.num_microbatches, "micro-batch", "es"),
+        DP_AXIS: _counted(plan.mesh.dp, "data rank", "s"),
+    }
+    groups: dict[str, list[str]] = {}
+    for name, dims in facts.arguments.items():
+        by_dim: dict[int, list[str]] = {}
+        for axis, dim in dims.items():
+            if axis != DP_AXIS or plan.mesh.dp > 1:
+                by_dim.setdefault(dim, []).append(axis)
+        text = "; ".join(
+            f"dim {dim} in {' x '.join(parts[a] for a in sorted(axes, reverse=True))}"
+            for dim, axes in by_dim.items()
+        )
+        groups.setdefault(text, []).append(name)
+    for text, found in groups.items():
+        yield f"{', '.join(found)}: {text}"
+    if facts.whole_arguments:
+        yield f"{', '.join(facts.whole_arguments)}: whole on every rank"
+
+
+def _operator_words(plan: Plan, facts: Facts) -> Iterator[str]:
+    """How many operators each axis splits."""
+    words = {MB_AXIS: "micro-batches (mb)", DP_AXIS: "data ranks (dp)", TP_AXIS: "tp ranks"}
+    total = "" if facts.num_operators is None else f" of {facts.num_operators:,}"
+    same: dict[str, list[str]] = {}
+    for axis in words:
+        split, pending = split_counts(plan, axis)
+        if split or pending:
+            noun = "operator" if split == 1 and not total else "operators"
+            text = f"{split:,}{total} {noun} split"
+            text += f", {pending:,} pass a pending sum on" if pending else ""
+            text += ", the others replicated" if facts.num_operators != split + pending else ""
+            same.setdefault(text, []).append(words[axis])
+    for text, axes in same.items():
+        yield f"over {' and '.join(axes)}: {text}"
+
+
+def _zero_words(plan: Plan) -> Iterator[str]:
+    if plan.mesh.dp == 1:
+        return
+    levels: dict[int, list[int]] = {}
+    for stage in plan.stages:
+        levels.setdefault(stage.zero_level, []).append(stage.index)
+    for level, stages in sorted(levels.items()):
+        which = f" in stages {fold_ranks(stages)}" if len(levels) > 1 else ""
+        if level:
+            yield f"ZeRO-{level}{which}: {ZERO_WORDS[level]}"
+        else:
+            yield f"no ZeRO{which}: every data rank has whole parameters and optimizer state"
+
+
+def _schedule(plan: Plan, width: int) -> Lines:
+    mesh = plan.mesh
+    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, plan.num_microbatches)
+    return draw_schedule(order, max_width=width).splitlines()
+
+
+def _recompute(facts: Facts, width: int) -> Lines:
+    lines: Lines = []
+    for stages, text in recompute_summary(facts.recompute):
+        name = f"stage{'s' if len(stages) > 1 else ''} {fold_ranks(stages)}: "
+        lines += paragraph(text, width, indent="  ", first=name)
+    return lines
+
+
+def _runners_up(plan: Plan, width: int) -> Lines:
+    note = (
+        "mb: micro-batches. Estimates rank the candidates; the best few are simulated from the "
+        "programs that they would run, and that decides. Percentages are against this plan's "
+        "simulated time; for those not simulated they are by the estimate."
+    )
+    return [*runners_up_table(plan, width), *paragraph(note, width)]
 
 
 def _counted(count: int, noun: str, plural: str) -> str:

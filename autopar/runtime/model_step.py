@@ -151,7 +151,10 @@ class ModelStep:
         else:
             found = self._run_backward(tangents)
         self._gradients = None
-        return tuple([item.join(found) for item in self._trained])
+        joined = tuple([item.join(found) for item in self._trained])
+        if self._is_half() and self._session.place.is_distributed:
+            self._session.share_overflow(joined)
+        return joined
 
     def _scaled(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         value, used = float(tangent), self._used_tangent

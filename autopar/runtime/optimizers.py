@@ -39,7 +39,7 @@ class OptimizerGuard:
 
     Attributes:
         filler: On a rank without parameters: what an optimizer gets in their place, since torch
-            refuses an empty one. It has no elements and is in no state dict.
+            refuses an empty one. Nothing reads it, and it is in no state dict.
     """
 
     def __init__(self, priced: str) -> None:
@@ -75,8 +75,8 @@ class OptimizerGuard:
         self._store = store
         self._names = store.by_identity()
         if not len(store):
-            self.filler = torch.nn.Parameter(torch.zeros(0))
-            self.filler.grad = torch.zeros(0)  # a gradient scaler wants to have seen one
+            self.filler = torch.nn.Parameter(torch.zeros(1))
+            self.filler.grad = torch.zeros(1)  # a gradient scaler wants to have seen one
             self._names[id(self.filler)] = ""
         for name, parameter in old.items():
             if id(parameter) not in self._names:
@@ -222,6 +222,8 @@ def _to_positions(optimizer: Optimizer, state_dict: StateDict, guard: OptimizerG
     if known and not any(isinstance(key, str) for key in known):
         _check_positions(len(known), optimizer, guard.store)
         return state_dict
+    # a checkpoint of several stages keeps one stage's list of names, and the state of all
+    known |= {key for key in state if isinstance(key, str)}
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(
             f"optimizer state dict has {len(groups)} parameter groups, the optimizer has "

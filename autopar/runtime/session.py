@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from autopar.capture.calls import LossFunction, ModelCall
 from autopar.capture.structure import TensorLeaf, leaves
@@ -32,6 +33,7 @@ from autopar.runtime.failure import FailFast
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
 from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.parameters import local_part
 from autopar.runtime.place import Place
 from autopar.runtime.requests import Request
 from autopar.runtime.surgery import Residents
@@ -246,6 +248,22 @@ class Session:
             held = self.residents.buffers.get(name)
             if held is not None and value is not held:
                 held.copy_(value)
+
+    def share_overflow(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Make a gradient that is not finite on one rank visible on all.
+
+        A gradient scaler decides on each rank by that rank's gradients whether to skip a step and
+        what to scale by; the ranks must decide alike.
+        """
+        locals_ = [local_part(g) for g in gradients if g is not None and local_part(g).numel()]
+        is_bad = any(not bool(torch.isfinite(g).all()) for g in locals_)
+        flag = torch.tensor(float(is_bad), device=self.place.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        overflow = math.inf if flag.item() else 0.0
+        if overflow and not is_bad and locals_:
+            locals_[0][(0,) * locals_[0].dim()] = overflow
+        if self._guard.filler is not None:
+            self._guard.filler.grad = torch.full_like(self._guard.filler, overflow)
 
     @property
     def tangent(self) -> float:

@@ -81,7 +81,9 @@ def make_variant(
     lists = schedule_actions(local, plan, backward=backward, has_loss=captured.has_loss)
     pp = mesh.coordinate(rank)[0]
     own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
-    loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
+    # the casts are operators of the program by now: they must not be made twice
+    with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
+        loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
     return Variant(
         captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward
     )

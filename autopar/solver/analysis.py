@@ -6,6 +6,7 @@ problems are made on first use and reused by every candidate that asks again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
@@ -107,6 +108,12 @@ class Analysis:
     def _has_batch(self) -> bool:
         return bool(self.data_axes.batch_factors)
 
+    def _batch_factors(self) -> Mapping[str, frozenset[str]]:
+        """Factors that ``tp`` leaves to ``dp``; none if a batch of one made the sequence the batch."""
+        if not self._has_batch() or 0 not in self.data_axes.batch_dims(1).values():
+            return {}
+        return self.data_axes.batch_factors
+
     def data(self, num_microbatches: int, dp: int) -> DataSplits:
         """Splits over ``mb`` and ``dp``.
 
@@ -148,7 +155,7 @@ class Analysis:
                 axis_sizes=sizes,
                 zero_level=zero_level,
                 optimizer=self.optimizer,
-                batch_factors=self.data_axes.batch_factors,
+                batch_factors=self._batch_factors(),
                 fixed=self.fixed,
                 sequence_parallel=self.constraints.sequence_parallel,
                 optimizer_s_per_byte=self.optimizer_s_per_byte,

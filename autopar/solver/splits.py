@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
@@ -150,22 +150,6 @@ def tp_choices(problem: SplitsProblem, options: Sequence[int]) -> dict[str, Choi
         if choice is not None and not isinstance(choice, Replicate):
             choices.update(dict.fromkeys(variable.members, choice))
     return choices
-
-
-def options_of(problem: SplitsProblem, choices: Mapping[str, Choice]) -> tuple[int, ...] | None:
-    """The inverse of :func:`tp_choices`, or None if a choice is not in the problem's menus."""
-    options = []
-    for variable in problem.variables:
-        wanted = choices.get(variable.members[0])
-        found = [
-            k
-            for k, o in enumerate(variable.options)
-            if o.choice == wanted or (wanted is None and isinstance(o.choice, Replicate))
-        ]
-        if not found and len(variable.options) > 1:
-            return None
-        options.append(found[0] if found else 0)
-    return tuple(options)
 
 
 class _Program:

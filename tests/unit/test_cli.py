@@ -29,6 +29,14 @@ def test_report_prints_the_plan_as_text(saved, capsys):
     assert "1F1B, 4 micro-batches\n" in capsys.readouterr().out
 
 
+def test_report_takes_a_width(saved, capsys):
+    assert main(["report", str(saved), "--width", "60"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+    with pytest.raises(SystemExit):
+        main(["report", str(saved), "--width", "20"])
+    assert "the least is 60" in capsys.readouterr().err
+
+
 def test_report_prints_json_for_programs(saved, capsys, example_plan):
     assert main(["report", str(saved), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)

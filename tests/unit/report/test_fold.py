@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.report.fold import fold_ranks, fold_scopes, fold_words
+from autopar.report.fold import fold_braces, fold_ranks, fold_scopes, fold_words
 
 
 def test_layers_fold_into_ranges():
@@ -42,3 +42,8 @@ def test_equal_words_fold_to_a_star_and_different_ones_to_ranges():
 def test_ranks_fold():
     assert fold_ranks(range(4)) == "0-3"
     assert fold_ranks(()) == ""
+
+
+def test_names_that_differ_in_one_of_the_last_parts_share_braces():
+    assert fold_braces(["a.ln.w", "a.ln.b", "a.fc.w"]) == ("a.ln.{w,b}", "a.fc.w")
+    assert fold_braces(["h.*.w", "h.*.b", "wte", "wpe"]) == ("h.*.{w,b}", "wte", "wpe")

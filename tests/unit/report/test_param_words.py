@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph, Input, InputKind, Node, Phase, Ref, TensorMeta
-from autopar.report.param_words import describe_param_splits
+from autopar.report.param_words import _joined, describe_param_splits
 
 BLANK = TensorMeta((8, 8), "float32")
 
@@ -103,3 +103,9 @@ def test_a_bias_goes_with_its_activations_or_is_added_once():
     assert words({"add": "P(sum) P(sum) -> P(sum)", "w": "R"}, add) == {
         "model.w": "added by one rank over tp, stored whole"
     }
+
+
+def test_parts_of_a_fused_projection_are_told_together():
+    assert _joined(["a over tp", "a over tp"]) == "a over tp"
+    assert _joined(["a over tp", "a over tp, stored whole"]) == "a over tp, partly stored whole"
+    assert _joined(["a over tp", "replicated"]) == "a over tp; replicated"
