@@ -14,7 +14,7 @@ import transformers
 
 import autopar
 
-BATCH, LENGTH = 32, 4096
+BATCH, LENGTH = 64, 8192
 KIB_PER_GIB = 1 << 20
 
 
@@ -36,6 +36,8 @@ def main() -> None:
     print(model.report())
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_PER_GIB
     print(f"model built in {built_s - started_s:.1f} s")
+    for phase, seconds in model.planning_s.items():
+        print(f"  {phase}: {seconds:.1f} s")
     print(f"captured and planned in {planned_s - built_s:.1f} s")
     print(f"peak memory of this process {peak_gib:.2f} GiB")
 

@@ -106,9 +106,8 @@ def residual_network(
     g = w.mm("d_h", g, w.flip("d_lastT", last, "z"), twin="z")
     for i in reversed(range(depth)):
         (up, down), (before, r) = weights[i], saved[i]
-        w.output(
-            OutputKind.GRAD, down, w.mm(f"d_down{i}", w.flip(f"d_rT{i}", r, f"b{i}"), g, twin=f"b{i}")
-        )
+        rt = w.flip(f"d_rT{i}", r, f"b{i}")
+        w.output(OutputKind.GRAD, down, w.mm(f"d_down{i}", rt, g, twin=f"b{i}"))
         dr = w.mm(f"d_r{i}", g, w.flip(f"d_downT{i}", down, f"b{i}"), twin=f"b{i}")
         da = w.op(
             f"d_a{i}", "aten.threshold_backward.default", dr, r, 0, shape=(rows, hidden),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar, Unpack
 
 import torch
@@ -146,12 +148,17 @@ def _start(
 ) -> None:
     """Plan a model whose first call is known, and start it where it runs."""
     call, _ = bind(model, state, *first)
-    captured = _capture(model, call, order)
+    captured = _capture(model, call, order, state)
     if state.guard is None:
-        state.plan = _make_plan(captured, order)
+        _remember(state, captured, _make_plan(captured, order, state.planning_s))
     else:
-        state.session = _launch(model, call, captured, order, state.guard)
-        state.plan = state.session.plan
+        state.session = _launch(model, call, captured, order, state)
+        _remember(state, captured, state.session.plan)
+
+
+def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
+    state.plan = made
+    state.report = functools.partial(render_plan, graph=captured.graph)
 
 
 def _check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
@@ -250,8 +257,11 @@ def _trains(model: torch.nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _capture(model: torch.nn.Module, call: ModelCall, order: _Order) -> Captured:
-    return capture(
+def _capture(
+    model: torch.nn.Module, call: ModelCall, order: _Order, state: CompiledState
+) -> Captured:
+    started_s = monotonic()
+    captured = capture(
         model,
         call.args(),
         call.kwargs(),
@@ -259,6 +269,8 @@ def _capture(model: torch.nn.Module, call: ModelCall, order: _Order) -> Captured
         batch=call.values.get(LOSS_BATCH),
         train=_trains(model),
     )
+    state.planning_s["capture"] = monotonic() - started_s
+    return captured
 
 
 def _runs_here(cluster: Cluster) -> bool:
@@ -274,7 +286,7 @@ def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str
     return parse_devices(devices, memory_limit=memory_limit)
 
 
-def _make_plan(captured: Captured, order: _Order) -> Plan:
+def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | None = None) -> Plan:
     """The given plan if it is this program's, else the solver's answer."""
     if order.plan is not None:
         check_model(order.plan, captured)
@@ -283,7 +295,7 @@ def _make_plan(captured: Captured, order: _Order) -> Plan:
         _refuse_unknown(captured)
     from autopar.solver.search import solve  # a rank that is given its plan needs no ortools
 
-    found, _ = solve(
+    found, stats = solve(
         captured.graph,
         captured.hash,
         order.cluster,
@@ -294,6 +306,8 @@ def _make_plan(captured: Captured, order: _Order) -> Plan:
         progress=lambda line: logger.debug("%s", line),
         time_limit_s=order.time_limit_s,
     )
+    if seconds is not None:
+        seconds.update(stats.seconds)
     return found
 
 
@@ -314,14 +328,16 @@ def _launch(
     call: ModelCall,
     captured: Captured,
     order: _Order,
-    guard: OptimizerGuard,
+    state: CompiledState,
 ) -> Session:
     """Agree on a plan and start running it."""
+    guard = state.guard
+    assert guard is not None
     place = find_place(order.cluster, model)
     count = order.cluster.num_devices if order.plan is None else order.plan.num_devices
     check_launch(count, place)
     watch = job_watch(dist.group.WORLD) if place.is_distributed else None
-    plan = agree_on_plan(lambda: _make_plan(captured, order), captured, place)
+    plan = agree_on_plan(lambda: _make_plan(captured, order, state.planning_s), captured, place)
     return start_session(
         model, call, captured, plan,
         options=order.run, place=place, guard=guard, given=order.given, watch=watch,
@@ -334,12 +350,14 @@ def _launch_lazily(
     """The first call of a model compiled without inputs, or any call where it can't run."""
     with uncompiled(model):
         if state.guard is not None:
-            captured = _capture(model, call, order)
-            session = _launch(model, call, captured, order, state.guard)
-            state.plan = session.plan
+            captured = _capture(model, call, order, state)
+            session = _launch(model, call, captured, order, state)
+            _remember(state, captured, session.plan)
             return session
         if state.plan is None:
-            state.plan = _make_plan(_capture(model, call, order), order)
+            captured = _capture(model, call, order, state)
+            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+        assert state.plan is not None
     raise ConfigError(
         f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "
         f"in a single process; start the script by\n  {launch_command(order.cluster)}\n"

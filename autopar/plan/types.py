@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from autopar.units import format_bytes, format_time
+
 MB_AXIS = "mb"
 DP_AXIS = "dp"
 TP_AXIS = "tp"
@@ -109,7 +111,10 @@ class MemoryParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeParts:
-    """Seconds of one micro-batch on a stage, and once-per-step work."""
+    """Seconds of one micro-batch on a stage, and once-per-step work.
+
+    ``forward_s`` and ``backward_s`` include their collectives.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -234,3 +239,21 @@ class Plan:
     unruled: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A few lines; ``model.report()`` and ``autopar report`` say everything."""
+        idle = self.num_devices - self.mesh.num_ranks
+        lines = [
+            f"plan for {self.num_devices} devices of {self.cluster}: {self.mesh}"
+            + (f", {idle} idle" if idle else ""),
+            f"{self.schedule.value}, {self.num_microbatches} micro-batches, "
+            f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.memory_limit_bytes)} on the worst device",
+        ]
+        lines += [
+            f"stage {s.index}: ranks {s.devices[0]}-{s.devices[-1]}, {s.parameters:,} parameters, "
+            f"ZeRO {s.zero_level}, {len(s.recompute)} operators recomputed"
+            for s in self.stages
+            if s.devices
+        ]
+        return "\n".join(lines)

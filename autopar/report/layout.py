@@ -17,7 +17,7 @@ Lines: TypeAlias = list[str]
 GAP = 2
 _GLUE = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(?:B|[KMGT]iB|s|ms|us|ns|%|x)(?![A-Za-z]))")
-_BREAKS = re.compile(r"[^./_,:\-\[]*[./_,:\-\[]?")
+_BREAKS = re.compile(r"[^./,:\[]*[./,:\[]?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,7 @@ def _split(
     return lines
 
 
-def _drawn(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: Sequence[int]
-) -> Lines:
+def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: Sequence[int]) -> Lines:
     lines = [_row([c.heading for c in columns], columns, sizes)]
     lines.append("─" * (sum(sizes) + GAP * (len(sizes) - 1)))
     for row in rows:
@@ -203,8 +201,10 @@ def _drawn(
             paragraph(cell, size) if column.is_words else [cell]
             for column, cell, size in zip(columns, row, sizes, strict=True)
         ]
-        for at in range(max(map(len, cells))):
-            lines.append(_row([c[at] if at < len(c) else "" for c in cells], columns, sizes))
+        lines += [
+            _row([c[at] if at < len(c) else "" for c in cells], columns, sizes)
+            for at in range(max(map(len, cells)))
+        ]
     return lines
 
 

@@ -97,9 +97,7 @@ def shares_table(plan: Plan, width: int) -> Lines:
         stages = plan.stages[rank :: plan.mesh.pp]
         parts = [sum(part) for part in zip(*(_busy_s(s, plan) for s in stages), strict=True)]
         parts.append(max(0.0, plan.time_s - sum(parts)))
-        rows.append(
-            [fold_ranks(stages[0].devices), *(_share(part, plan.time_s) for part in parts)]
-        )
+        rows.append([fold_ranks(stages[0].devices), *(_share(part, plan.time_s) for part in parts)])
     return table([*numbers("ranks", *heads)], rows, width)
 
 

@@ -151,7 +151,8 @@ def _header(plan: Plan, width: int) -> Lines:
     if gap is None:
         rows.append(("bound", "no lower bound was proved"))
     else:
-        text = f"no searched plan takes less than {format_time(plan.bound_s)}: gap {100 * gap:.1f} %"
+        least = format_time(plan.bound_s)
+        text = f"no searched plan takes less than {least}: gap {100 * gap:.1f} %"
         if plan.objective_s > 0:
             model_gap = max(0.0, 1 - plan.bound_s / plan.objective_s)
             text += f" ({100 * model_gap:.1f} % of the solver's estimate "

@@ -49,6 +49,7 @@ class CompiledState:
         session: Once the model runs.
         own_forward: A ``forward`` that stood on the object and not on its class.
         report: Text of the plan's report.
+        planning_s: Seconds that planning took in this process, by phase.
     """
 
     launch: Launch
@@ -59,6 +60,7 @@ class CompiledState:
     plan: Plan | None = None
     session: Session | None = None
     own_forward: Callable[..., object] | None = field(default=None)
+    planning_s: dict[str, float] = field(default_factory=dict)
 
 
 def state_of(model: torch.nn.Module) -> CompiledState:
@@ -80,6 +82,11 @@ class CompiledModule(torch.nn.Module):
     def plan(self) -> Plan | None:
         """The plan in force; None before the first call of a model compiled without inputs."""
         return state_of(self).plan
+
+    @property
+    def planning_s(self) -> dict[str, float]:
+        """Seconds that planning took in this process, by phase; empty on ranks given the plan."""
+        return dict(state_of(self).planning_s)
 
     @property
     def device(self) -> torch.device:

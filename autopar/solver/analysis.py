@@ -109,7 +109,7 @@ class Analysis:
         return bool(self.data_axes.batch_factors)
 
     def _batch_factors(self) -> Mapping[str, frozenset[str]]:
-        """Factors that ``tp`` leaves to ``dp``; none if a batch of one made the sequence the batch."""
+        """Factors that ``tp`` leaves to ``dp``; none if the sequence is taken for the batch."""
         if not self._has_batch() or 0 not in self.data_axes.batch_dims(1).values():
             return {}
         return self.data_axes.batch_factors

@@ -221,7 +221,7 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
                 recompute="full",
                 time_s=0.0,
                 peak_bytes=misfit.needed_bytes,
-                reason=f"needs at least {format_bytes(misfit.needed_bytes)}, "
+                reason=f"needs {format_bytes(misfit.needed_bytes)}, "
                 f"the limit is {format_bytes(field.limit_bytes)}",
             )
         )

@@ -195,12 +195,13 @@ class _Table:
                 reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s
         wholes = self.structure.wholes
         home.update((whole, min(home.get(n, 0) for n in parts)) for whole, parts in wholes.items())
-        for at, variable in enumerate(self.problem.variables):
-            if not variable.is_once:
+        pairs = zip(self.problem.variables, self.structure.groups, strict=True)
+        for at, (variable, group) in enumerate(pairs):
+            if not variable.is_once and group.kind is not GroupKind.JOIN:
                 continue
             option = self._option(at)
             for name in variable.members:
-                cost = seconds[home.get(name, 0)]
+                cost = seconds[home.get(name.removeprefix("join "), 0)]
                 cost.state_bytes += option.memory_bytes
                 cost.step_s += option.time_s + reduce_s.get(at, 0.0)
 

@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.solver.stages_problem import Option, StageProblem
+from autopar.solver.stages_problem import (
+    Option,
+    StageProblem,
+    least_memory_bytes,
+    memory_bytes,
+)
 
 BISECTIONS = 40
 ROUNDING = 1e-9
+NEEDED_PRECISION = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,24 @@ def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...
             options[i] = option
         low = high
     return tuple(starts), tuple(options)
+
+
+def needed_bytes(problem: StageProblem) -> int:
+    """What the fullest device needs in the leanest choice that the greedy finds."""
+    sizes = [[o.saved_bytes for o in b.options] for b in problem.blocks]
+    lean = tuple(row.index(min(row)) for row in sizes)
+    if problem.fixed_starts is not None:
+        return max(memory_bytes(problem, problem.fixed_starts, lean))
+    low = high = least_memory_bytes(problem)
+    while first_choice(replace(problem, limit_bytes=high)) is None:
+        low, high = high, 2 * high + 1
+    while high - low > high * NEEDED_PRECISION:
+        middle = (low + high) // 2
+        if first_choice(replace(problem, limit_bytes=middle)) is None:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:

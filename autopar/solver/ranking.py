@@ -20,7 +20,7 @@ from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, block_table
 from autopar.solver.candidates import Shape
-from autopar.solver.greedy_stages import first_choice
+from autopar.solver.greedy_stages import first_choice, needed_bytes
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import Pass, SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
@@ -28,7 +28,6 @@ from autopar.solver.stages_problem import (
     StageProblem,
     StageSolution,
     bounds,
-    least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
@@ -82,7 +81,7 @@ class Misfit:
     Attributes:
         shape: The shape.
         zero_level: The leanest level that was tried.
-        needed_bytes: A lower bound of what its fullest device needs.
+        needed_bytes: What its fullest device needs in the leanest choice that was found.
     """
 
     shape: Shape
@@ -210,7 +209,7 @@ class Ranker:
         self.num_stage_solves += 1
         stages = solve_stages(problem)
         if stages is None:
-            return Misfit(ranked.shape, ranked.zero_level, least_memory_bytes(problem))
+            return Misfit(ranked.shape, ranked.zero_level, needed_bytes(problem))
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
 
     def rank(self, shape: Shape, *, limit_bytes: int = 0) -> Ranked | Misfit:
@@ -301,7 +300,7 @@ class Ranker:
         stage_problem = self.stage_problem(shape, table, limit_bytes)
         stages = self._stages(stage_problem)
         if stages is None:
-            return Misfit(shape, level, least_memory_bytes(stage_problem))
+            return Misfit(shape, level, needed_bytes(stage_problem))
         ranked = Ranked(
             shape=shape,
             zero_level=level,

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 MAX_RANKED = 96  # work limit: shapes that get splits and cuts
+MIN_RANKED = 4  # so that there are runners-up, and an estimate that flatters is found out
 NUM_FINAL = 6  # shapes that are cut by CP-SAT
 NUM_EXACT = 3  # shapes that are localized and simulated
 TIGHTEN_TRIES = 3
@@ -129,6 +130,8 @@ class _Search:
     ranked: list[Ranked] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    queue: list[tuple[float, int, bool, Shape]] = field(default_factory=list)
+    opened_s: list[float] = field(default_factory=list)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
@@ -137,13 +140,16 @@ class _Search:
         analysis = Analysis(self.graph, self.cluster, self.model, self.constraints, self.optimizer)
         self._phase("analysis")
         self.progress(f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds")
-        candidates = shapes(analysis)
-        self.stats.num_shapes = len(candidates)
         ranker = Ranker(analysis, self.limit_bytes)
-        bound_s = self._rank_all(candidates, ranker)
-        self._phase("ranking")
-        outcomes = self._decide(analysis, ranker)
-        self._phase("exact")
+        self._fill_queue(shapes(analysis), ranker)
+        outcomes: list[Outcome] = []
+        while not any(o.fits for o in outcomes):
+            fresh = self._rank_more(ranker)
+            self._phase("ranking")
+            if not fresh:
+                break
+            outcomes += self._decide(analysis, ranker, fresh)
+            self._phase("exact")
         self.stats.num_split_solves = ranker.num_split_solves
         self.stats.num_stage_solves = ranker.num_stage_solves
         self.stats.num_columns = ranker.num_columns
@@ -151,12 +157,13 @@ class _Search:
         winner = min(fitting, key=lambda o: _rank_key(o.figures.step_s, o.ranked), default=None)
         if winner is None:
             raise self._infeasible(outcomes)
+        self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=outcomes,
             ranked=self.ranked,
             misfits=self.misfits,
             limit_bytes=self.limit_bytes,
-            bound_s=bound_s,
+            bound_s=self._bound_s(),
             stopped_by=self.stats.stopped_by,
         )
         plan = assemble_plan(analysis, winner, field_, model_hash=self.model_hash)
@@ -172,53 +179,54 @@ class _Search:
         return self.time_limit_s is not None and monotonic() - self._begin_s > self.time_limit_s
 
     # -- ranking -------------------------------------------------------------------------------
-    def _rank_all(self, candidates: tuple[Shape, ...], ranker: Ranker) -> float:
-        """Rank shapes, best bound first; the least bound of all shapes."""
-        queue: list[tuple[float, int, bool]] = []
-        floor: dict[tuple[object, ...], float] = {}
+    def _fill_queue(self, candidates: tuple[Shape, ...], ranker: Ranker) -> None:
+        """Bounds of all shapes: from the fewest micro-batches of each mesh, which come first."""
+        self.stats.num_shapes = len(candidates)
+        first: dict[tuple[object, ...], Shape] = {}
         for index, shape in enumerate(candidates):
-            # more micro-batches never make the work smaller, so the bound of the fewest serves
-            key = (shape.mesh, shape.schedule)
-            if key not in floor:
-                try:
-                    floor[key] = ranker.bound_s(shape)
-                except (ShardingError, ConstraintError) as error:
-                    self.errors.append(f"{shape}: {error}")
-                    continue
-                heapq.heappush(queue, (floor[key], index, True))
-            else:
-                heapq.heappush(queue, (self._cheap_bound(shape, candidates, ranker), index, False))
+            base = first.setdefault((shape.mesh, shape.schedule), shape)
+            bound_s = self._sharpened(shape, base, ranker)
+            if bound_s is not None:
+                heapq.heappush(self.queue, (bound_s, index, base is shape, shape))
+
+    def _sharpened(self, shape: Shape, base: Shape, ranker: Ranker) -> float | None:
+        """A bound of a shape, or None if the shape is not possible."""
+        try:
+            return ranker.bound_from(shape, base)
+        except (ShardingError, ConstraintError) as error:
+            self.errors.append(f"{shape}: {error}")
+            return None
+
+    def _rank_more(self, ranker: Ranker) -> list[Ranked]:
+        """Rank shapes, best bound first, until none left can be better than the best of them."""
+        fresh: list[Ranked] = []
         best_s = float("inf")
-        opened: list[float] = []
-        while queue:
-            bound_s, index, is_sharp = heapq.heappop(queue)
-            shape = candidates[index]
-            if bound_s > best_s * (1 + SLACK):
-                opened.append(bound_s)
+        num_seen = 0
+        while self.queue:
+            bound_s, index, is_sharp, shape = self.queue[0]
+            if bound_s > best_s * (1 + SLACK) and num_seen >= MIN_RANKED:
                 break
             if self.stats.num_ranked >= MAX_RANKED or (self.ranked and self._is_late()):
-                late = self._is_late()
-                self.stats.stopped_by = "time" if late else "work"
-                opened.append(bound_s)
+                self.stats.stopped_by = "time" if self._is_late() else "work"
                 break
+            heapq.heappop(self.queue)
             if not is_sharp:
-                try:
-                    heapq.heappush(queue, (max(bound_s, ranker.bound_s(shape)), index, True))
-                except (ShardingError, ConstraintError) as error:
-                    self.errors.append(f"{shape}: {error}")
+                sharp_s = self._sharpened(shape, shape, ranker)
+                if sharp_s is not None:
+                    heapq.heappush(self.queue, (max(bound_s, sharp_s), index, True, shape))
                 continue
+            num_seen += 1
             found = self._rank(shape, ranker)
             if isinstance(found, Ranked):
+                fresh.append(found)
                 best_s = min(best_s, found.estimate_s)
-                opened.append(max(bound_s, ranker.bound_s(shape)))
-        return min(opened, default=0.0)
+                self.opened_s.append(max(bound_s, ranker.bound_s(shape)))
+        return fresh
 
-    def _cheap_bound(self, shape: Shape, candidates: tuple[Shape, ...], ranker: Ranker) -> float:
-        """A bound from the least work of the same mesh with fewer micro-batches."""
-        for other in candidates:
-            if other.mesh == shape.mesh and other.schedule == shape.schedule:
-                return ranker.bound_from(shape, other)
-        return 0.0
+    def _bound_s(self) -> float:
+        """The least bound of all shapes that may fit, those never opened included."""
+        waiting = [entry[0] for entry in self.queue[:1]]
+        return min([*self.opened_s, *waiting], default=0.0)
 
     def _rank(self, shape: Shape, ranker: Ranker) -> Ranked | Misfit | None:
         self.stats.num_ranked += 1
@@ -232,22 +240,22 @@ class _Search:
             self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         else:
             self.misfits.append(found)
-            self.progress(f"{shape}: needs {format_bytes(found.needed_bytes)} at least")
+            self.progress(f"{shape}: needs {format_bytes(found.needed_bytes)}")
         return found
 
     # -- deciding ------------------------------------------------------------------------------
-    def _decide(self, analysis: Analysis, ranker: Ranker) -> list[Outcome]:
+    def _decide(self, analysis: Analysis, ranker: Ranker, fresh: list[Ranked]) -> list[Outcome]:
         """Cut the best shapes by CP-SAT, then localize and simulate the best of them."""
-        self.ranked.sort(key=_preference)
+        fresh.sort(key=_preference)
         finals: list[Ranked] = []
-        for ranked in self.ranked[:NUM_FINAL]:
+        for ranked in fresh[:NUM_FINAL]:
             other = ranker.at_other_level(ranked)
             best = min((r for r in (ranked, other) if isinstance(r, Ranked)), key=_preference)
             found = ranker.refine(best, self.limit_bytes)
             found = found if isinstance(found, Ranked) else best
             finals.append(min(best, found, key=_preference))
         finals.sort(key=_preference)
-        waiting = finals + self.ranked[NUM_FINAL:]
+        waiting = finals + fresh[NUM_FINAL:]
         outcomes: list[Outcome] = []
         for ranked in waiting:
             fitting = sum(o.fits for o in outcomes)
@@ -326,8 +334,6 @@ class _Search:
 
     def _remedy(self, needed: int) -> str:
         wish = self.constraints
-        if needed <= self.limit_bytes:
-            return "use fewer stages: no cut of the blocks was found"
         if wish.recompute in ("none", "selective"):
             return f"allow recompute (now {wish.recompute!r})"
         if wish.zero in (0, 1, 2):

@@ -255,15 +255,19 @@ class _Maker:
     def _links(
         self, wholes: Mapping[str, tuple[str, ...]], metas: Mapping[str, TensorMeta]
     ) -> list[FlowShape]:
-        """What ties a whole to its parts: it is stored in the layout in which they are read."""
+        """What ties a whole to its parts, a join to its gradients: they are taken as they are."""
         links = []
         for at, group in enumerate(self.groups):
             if group.kind is GroupKind.WHOLE:
-                names = wholes[group.members[0]]
-                for operand, (part, result) in enumerate(group.parts):
-                    reader = Reader(at, operand, Pass.STEP)
-                    count, meta = len(group.members), metas[names[operand]]
-                    links.append(FlowShape(part, result, count, (reader,), meta, is_fixed=True))
+                shapes = [metas[n] for n in wholes[group.members[0]]]
+            elif group.kind is GroupKind.JOIN:
+                shapes = [metas[group.members[0].removeprefix("join ")]] * len(group.parts)
+            else:
+                continue
+            for operand, (part, result) in enumerate(group.parts):
+                readers = (Reader(at, operand, Pass.STEP),)
+                count, meta = len(group.members), shapes[operand]
+                links.append(FlowShape(part, result, count, readers, meta, is_fixed=True))
         return links
 
     def _operators(self, body: set[str], prologue: set[str], saved: set[str]) -> None:
@@ -333,9 +337,7 @@ class _Maker:
             if len(keys) > 1:
                 source = f"join {owner[target]}"
                 parts = tuple(map(self._place, keys))
-                at = self._add(source, source, Group(GroupKind.JOIN, [source], parts=parts))
-                for operand, key in enumerate(keys):
-                    self.readers.setdefault(key, []).append(Reader(at, operand, Pass.BACKWARD))
+                self._add(source, source, Group(GroupKind.JOIN, [source], parts=parts))
             else:
                 charges[*self._place(source), "grad"] = None
             self.readers.setdefault(source, []).append(param)

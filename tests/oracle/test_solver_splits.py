@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+
 from autopar.capture.tracing import capture
 from autopar.cluster import parse_devices
 from autopar.errors import InfeasibleError
@@ -32,7 +33,6 @@ from autopar.solver.splits_problem import (
     choice_memory_bytes,
     choice_terms_s,
 )
-from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel, slowest_group
 from cost_models.evaluate import evaluate_program
 from cost_models.flops import VIEW_OPS

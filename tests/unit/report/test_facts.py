@@ -40,8 +40,8 @@ def plan(example_plan):
     stage = replace(
         example_plan.stages[0], first="mm", recompute=("tanh", "tanh_1"), num_in_flight=2
     )
-    cut = {name: "S(0) -> S(0) | b" for name in ("tanh", "tanh_1")}
-    cut |= {name: "S(0) R -> S(0) | b" for name in ("mm", "mm_1")}
+    cut = dict.fromkeys(("tanh", "tanh_1"), "S(0) -> S(0) | b")
+    cut |= dict.fromkeys(("mm", "mm_1"), "S(0) R -> S(0) | b")
     return replace(
         example_plan,
         mesh=MeshShape(dp=2, tp=2),

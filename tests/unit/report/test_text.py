@@ -224,7 +224,8 @@ def test_devices_with_several_stages_have_a_memory_row_of_their_own(example_plan
 
 def test_stages_that_differ_have_their_collectives_summed_up(example_plan):
     text = render_plan(large_plan(example_plan), width=100)
-    assert "1,000-1,007" in text and "By stage:" in text
+    assert "1,000-1,007" in text
+    assert "By stage:" in text
 
 
 def test_a_plan_for_one_device_has_no_pipeline_and_no_idle_ranks(example_plan):

@@ -83,7 +83,7 @@ def test_a_heavy_head_gets_fewer_blocks():
 
 
 def test_memory_makes_early_stages_shorter_or_recompute():
-    # 6 blocks of 10 MiB a micro-batch; stage 0 holds two: with 45 MiB it takes two blocks, not three
+    # 6 blocks of 10 MiB a micro-batch; stage 0 holds two: 45 MiB are two blocks, not three
     blocks = tuple(
         BlockMenu(
             key="layer",
