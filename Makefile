@@ -9,8 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test slow lint bench ci clean
 
-# Trains GPT-2 on four processes under a plan that autopar makes, beside the same model on one.
+# Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
+# beside the same model on one.
 demo: $(VENV)/.stamp
+	$(BIN)/python -m autopar profile --if-missing
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py
 
 test: $(VENV)/.stamp

@@ -81,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
 
+    profile = commands.add_parser(
+        "profile", parents=[common], help="measure this machine; later plans made here use it"
+    )
+    profile.add_argument("--out", metavar="FILE", type=Path, help="not where plans look for it")
+    profile.add_argument("--budget", metavar="SECONDS", type=float, default=30.0)
+    profile.add_argument("--if-missing", action="store_true", help="keep an existing profile")
+    profile.set_defaults(run=_profile)
+
     verify = commands.add_parser(
         "verify", parents=[model, saved, common], help="compare a plan's numbers with one device"
     )
@@ -110,6 +118,18 @@ def _plan(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
     _show(plan, as_json=args.json, width=args.width)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from autopar.api.profiling import profile_machine
+    from cost_models.profile import dump_profile
+
+    path, profile = profile_machine(args.out, budget_s=args.budget, only_if_missing=args.if_missing)
+    if args.json:
+        print(dump_profile(profile))
+    else:
+        print(f"{profile.machine}: {len(profile.points)} points of {profile.date} in {path}")
     return 0
 
 

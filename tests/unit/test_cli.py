@@ -121,3 +121,19 @@ def test_a_model_that_cannot_be_had_is_explained(script, name, batch, message):
     where = script.with_suffix("") if name == "{}" else script
     with pytest.raises(ConfigError, match=message):
         load_model(name.format(where), batch)
+
+
+def test_profile_measures_once_and_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.json"
+    assert main(["profile", "--budget", "0.5", "--out", str(out)]) == 0
+    before = out.read_text()
+    assert main(["profile", "--if-missing", "--out", str(out)]) == 0
+    assert out.read_text() == before
+    assert str(out) in capsys.readouterr().out
+
+
+def test_profile_refuses_a_budget_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--budget", "0", "--out", "never-written.json"]) == 2
+    assert "must be above 0" in capsys.readouterr().err
