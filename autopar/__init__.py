@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from autopar.plan.io import load_plan, plan_hash, save_plan
     from autopar.plan.types import Plan
+    from autopar.sharding.rules import register_op
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "compile",
     "load_plan",
     "plan_hash",
+    "register_op",
     "save_plan",
     "verify",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),
+    "autopar.sharding.rules": ("register_op",),
     "autopar.errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -179,9 +179,9 @@ def plan(  # noqa: PLR0913
     loss: LossFunction | None = None,
     memory_limit: int | str | None = None,
     optimizer: str = "adamw",
-    constraints: UserConstraints | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
 
@@ -193,7 +193,7 @@ def plan(  # noqa: PLR0913
         loss: As in :func:`compile`.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind of optimizer whose state is priced.
-        constraints: Decisions that are taken already.
+        constraints: As in :func:`compile`.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
     """
@@ -201,7 +201,7 @@ def plan(  # noqa: PLR0913
         capture_call(model, inputs, args, loss)[1],
         devices,
         memory_limit=memory_limit,
-        constraints=constraints,
+        constraints=user_constraints(constraints),
         loss=loss,
         optimizer=optimizer,
         on_unknown=on_unknown,

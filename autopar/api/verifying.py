@@ -11,11 +11,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from autopar.api.compiling import Devices, LossFunction, capture_call, make_plan
-from autopar.api.options import UserConstraints
+from autopar.api.options import ConstraintOptions, user_constraints
 from autopar.capture.calls import ModelCall
 from autopar.capture.reference import bind_inputs, gradients, run_graph
 from autopar.capture.structure import flatten
@@ -103,8 +104,8 @@ def verify(
     args: Sequence[object] | None = None,
     loss: LossFunction | None = None,
     memory_limit: int | str | None = None,
-    constraints: UserConstraints | None = None,
     seed: int = 0,
+    **constraints: Unpack[ConstraintOptions],
 ) -> VerifyReport:
     """Check a plan's numbers against one device, in this process.
 
@@ -118,8 +119,8 @@ def verify(
         args: Positional arguments beside a dict.
         loss: As in :func:`autopar.compile`.
         memory_limit: For planning, if ``plan`` is devices.
-        constraints: For planning, if ``plan`` is devices.
         seed: Seed of dropout and of weights on the meta device.
+        constraints: For planning, if ``plan`` is devices: as in :func:`autopar.compile`.
 
     Raises:
         EquivalenceError: Names the worst tensor with both numbers.
@@ -130,7 +131,11 @@ def verify(
         plan = load_plan(plan)  # a cluster file is given as a Cluster here
     if not isinstance(plan, Plan):
         plan = make_plan(
-            captured, plan, memory_limit=memory_limit, constraints=constraints, loss=loss
+            captured,
+            plan,
+            memory_limit=memory_limit,
+            constraints=user_constraints(constraints),
+            loss=loss,
         )
     check_model(plan, captured)
     if plan.microbatch_statistics:

@@ -1,7 +1,7 @@
 """Operator rules: from an operator instance to its named dims.
 
 ``signature`` looks a node up among the built-in rules and those that the user registered with
-``register``; ``Registry`` makes tables of one's own.
+``register_op``; ``Registry`` makes tables of one's own.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def signature(
     return _REGISTRY.signature(node, operand_metas, memo=memo)
 
 
-def register(op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = "") -> None:
+def register_op(op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = "") -> None:
     """Register a rule for a custom operator; see :meth:`Registry.register`.
 
-    Such as ``register("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``.
+    Such as ``register_op("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``.
     """
     _REGISTRY.register(op, text, linear=linear, padded=padded)
 
@@ -83,7 +83,7 @@ __all__ = [
     "Rule",
     "Template",
     "default_registry",
-    "register",
+    "register_op",
     "register_rule",
     "signature",
     "template",
