@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     saved = argparse.ArgumentParser(add_help=False)
     saved.add_argument("--accept-edits", action="store_true", help="take a plan edited by hand")
 
-    parser = argparse.ArgumentParser(prog="autopar", description=autopar.__doc__)
+    parser = argparse.ArgumentParser(prog="autopar", description=_summary())
     parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -97,9 +97,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _summary() -> str:
+    return (
+        "Plan how a PyTorch model is trained on a cluster, and check and show such plans. Plans "
+        "run in your own script: autopar.compile() under torchrun."
+    )
+
+
 def _plan(args: argparse.Namespace) -> int:
     from autopar import api  # here, since torch takes seconds and "report" does without
 
+    if args.output and not Path(args.output).resolve().parent.is_dir():
+        raise ConfigError(
+            f"--output: there is no folder {Path(args.output).resolve().parent} for the plan; make "
+            "it, or choose another"
+        )
     model, inputs = load_model(args.model, args.batch)
     devices = int(args.devices) if args.devices.isdecimal() else args.devices
     compiled = api.compile(

@@ -256,6 +256,12 @@ def _input_role(descriptor: Any) -> TracedInput:
             return TracedInput("user", index=descriptor.idx)
         case d.TangentAOTInput():
             output: Any = descriptor.output
+            if isinstance(output, d.InputMutationAOTOutput):
+                changed = _input_role(output.mutated_input)
+                raise NotImplementedError(
+                    f"forward changes {changed.kind} {changed.target or changed.index} in place, "
+                    "which needs a gradient; compute a new tensor instead"
+                )
             return TracedInput("tangent", index=output.idx)
     raise NotImplementedError(f"graph input of kind {type(descriptor).__name__}")
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar, Unpack
@@ -27,13 +27,13 @@ from autopar.api.planning import agree_on_plan
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
-from autopar.errors import ConfigError, ShardingError
+from autopar.errors import ConfigError, PlanError, ShardingError
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.text import render_plan
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
-from autopar.runtime.session import LOSS_BATCH, RunOptions, Session
+from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
 from cost_models.analytic import AnalyticCostModel
@@ -97,8 +97,8 @@ def compile(  # noqa: PLR0913
         loss: ``loss(output, batch)``, a scalar, which the call then gives. Its second argument is
             the entry ``batch`` of ``inputs``, else the arguments of the call.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
-        optimizer: Kind of optimizer whose state is priced.
-        outputs: Paths of outputs, beside the loss, that training returns whole.
+        optimizer: Kind whose state is priced: adamw, adam, sgd, sgd-momentum, adafactor or none.
+        outputs: Paths of outputs that training returns whole; with ``loss=``, the loss alone is.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
@@ -112,6 +112,7 @@ def compile(  # noqa: PLR0913
         InfeasibleError: No plan fits the memory.
     """
     _check_arguments(model, on_unknown)
+    _check_kinds(loss, plan, outputs, seed, state_dict, time_limit_s)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
@@ -134,6 +135,7 @@ def compile(  # noqa: PLR0913
         takes_batch=takes_batch and loss is not None,
         report=render_plan,
     )
+    _check_names(model, state_dict)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
@@ -149,6 +151,7 @@ def _start(
     """Plan a model whose first call is known, and start it where it runs."""
     call, _ = bind(model, state, *first)
     captured = _capture(model, call, order, state)
+    gathered(captured, order.run, captured.training)  # a wrong path is refused before the search
     if state.guard is None:
         _remember(state, captured, _make_plan(captured, order, state.planning_s))
     else:
@@ -161,7 +164,49 @@ def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
     state.report = functools.partial(render_plan, graph=captured.graph)
 
 
+def _check_kinds(
+    loss: object, plan: object, outputs: object, seed: object, given: object, limit_s: object
+) -> None:
+    """Refuse arguments of another kind: they would be misread, or fail late and unclearly."""
+    for name, value, fits, wanted in (
+        ("loss", loss, callable(loss), "a function of (output, batch)"),
+        ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
+        ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
+        ("seed", seed, type(seed) is int, "a whole number"),
+        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors"),
+        ("time_limit_s", limit_s, _is_positive(limit_s), "seconds above 0"),
+    ):
+        if value is not None and not fits:
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+
+
+def _check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
+    """Refuse a state dict with names that the model has not: it is another model's."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    unknown = [name for name in given or {} if name not in own]
+    if unknown:
+        raise ConfigError(
+            f"state_dict: {len(unknown)} of {len(given or {})} names are unknown to "
+            f"{type(model).__name__}, the first is {unknown[0]!r}; the model's are such as "
+            f"{', '.join(map(repr, list(own)[:3]))}; leave the others out"
+        )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"the model is {model!r} of type {type(model).__name__}; give an object of "
+            "torch.nn.Module"
+        )
     if is_compiled(model):
         raise ConfigError(
             f"this {type(model).__name__} is compiled already; build a new one to compile it again"
@@ -281,9 +326,14 @@ def _runs_here(cluster: Cluster) -> bool:
 def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
-    if isinstance(devices, int | str):
-        return parse_devices(devices, memory_limit=memory_limit, local=local_machine())
-    return parse_devices(devices, memory_limit=memory_limit)
+    local = local_machine() if isinstance(devices, int | str) else None
+    cluster = parse_devices(devices, memory_limit=memory_limit, local=local)
+    if plan is not None and plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"the plan is for {plan.num_devices} devices ({plan.cluster}), devices= names "
+            f"{cluster.num_devices} ({cluster}); leave devices out, or plan again for these"
+        )
+    return cluster
 
 
 def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | None = None) -> Plan:
@@ -308,7 +358,7 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
     )
     if seconds is not None:
         seconds.update(stats.seconds)
-    return found
+    return replace(found, assumptions=(*found.assumptions, *captured.assumptions))
 
 
 def _refuse_unknown(captured: Captured) -> None:
@@ -318,8 +368,8 @@ def _refuse_unknown(captured: Captured) -> None:
         first = unknown[0]
         raise ShardingError(
             f"{len(unknown)} operators have no sharding rule, the first is {first.op} at "
-            f"{first.source or first.scope or first.name}; register a rule for it, or pass "
-            "on_unknown='replicate'"
+            f"{first.source or first.scope or first.name}; describe it with "
+            f"autopar.register_op({first.op!r}, ...), or pass on_unknown='replicate'"
         )
 
 

@@ -9,9 +9,12 @@ from typing import TypedDict
 
 import torch
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConstraintError
 from autopar.plan.types import ScheduleKind
 from autopar.solver.constraints import Constraints
+
+_COUNTS = frozenset({"dp", "tp", "pp", "virtual", "num_microbatches", "zero"})
+_SWITCHES = frozenset({"sequence_parallel", "microbatch_statistics"})
 
 
 class ConstraintOptions(TypedDict, total=False):
@@ -108,7 +111,55 @@ def user_constraints(options: ConstraintOptions) -> UserConstraints:
                 f"autopar.compile() has no option {name!r}; {hint}decisions that can be fixed are "
                 f"{', '.join(known)}"
             )
+    _check_kinds(options)
+    _check_one_rank(options)
     return UserConstraints(**options)
+
+
+def _check_kinds(options: Mapping[str, object]) -> None:
+    """Refuse a value of another kind; it would be misread, or fail deep inside the search."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in _COUNTS:
+            fits, wanted = type(value) is int, "a whole number, such as 2"
+        elif name in _SWITCHES:
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif name == "stages":
+            fits, wanted = _are_texts(value), "a list of module names, such as ['layers.4']"
+        elif name == "placements":
+            fits, wanted = _is_table(value), "a dict, such as {'*.weight': 'S(0)'}"
+        elif name == "recompute":
+            fits = isinstance(value, str) or _is_table(value)
+            wanted = "a word, such as 'full', or a dict, such as {'layers.*': 'full'}"
+        else:
+            fits, wanted = isinstance(value, str), "a word"
+        if not fits:
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(item, str) for pair in value.items() for item in pair
+    )
+
+
+def _check_one_rank(options: ConstraintOptions) -> None:
+    """Refuse what needs several ranks along ``tp`` where there is one."""
+    if options.get("tp") != 1:
+        return
+    cut = [f"{p}: {text}" for p, text in options.get("placements", {}).items() if text != "R"]
+    if options.get("sequence_parallel"):
+        cut.append("sequence_parallel=True")
+    if cut:
+        raise ConstraintError(
+            f"constraints tp=1 and {', '.join(cut)}: there is one rank along tp, and a split needs "
+            "2 or more; raise tp, or leave the split out"
+        )
 
 
 def as_call(

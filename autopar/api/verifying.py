@@ -21,7 +21,7 @@ from autopar.capture.calls import ModelCall
 from autopar.capture.reference import bind_inputs, gradients, run_graph
 from autopar.capture.structure import flatten
 from autopar.capture.tracing import Captured
-from autopar.errors import ConfigError, EquivalenceError
+from autopar.errors import ConfigError, EquivalenceError, InputError
 from autopar.ir.graph import InputKind
 from autopar.ir.promote import promote
 from autopar.plan.decisions import decisions_of
@@ -127,6 +127,12 @@ def verify(
         PlanError: The plan was made for another model or batch shape.
     """
     call, captured = capture_call(model, inputs, args, loss)
+    empty = [path for path, tensor in call.tensors().items() if tensor.is_meta]
+    if empty:
+        raise InputError(
+            f"verify: input {empty[0]!r} is on the meta device and has no values "
+            f"({len(empty)} of {len(call.tensors())} inputs); give one batch of real tensors"
+        )
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         plan = load_plan(plan)  # a cluster file is given as a Cluster here
     if not isinstance(plan, Plan):
@@ -150,7 +156,11 @@ def verify(
 
 def _whole_copy(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """A copy of the model with all its tensors real."""
-    real = copy.deepcopy(model)
+    kept: dict[int, torch.Tensor] = {}
+    for module in model.modules():  # what a forward left, with its history: torch won't copy that
+        found = flatten(dict(module.__dict__))[1].values()
+        kept |= {id(t): t.detach().clone() for t in found if not t.is_leaf}
+    real = copy.deepcopy(model, kept)
     for parameters in (True, False):
         tensors = find_tensors(real, parameters=parameters)
         values = InitialValues(real, tensors, seed=seed, given=None, distributed=False)
@@ -229,7 +239,8 @@ def _check_capture(
 def _run_eagerly(
     model: torch.nn.Module, call: ModelCall, captured: Captured, loss: LossFunction | None
 ) -> dict[str, torch.Tensor]:
-    """Losses, outputs and gradients of the model itself."""
+    """Losses, outputs, changed buffers and gradients of the model itself."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(captured.training):
         output = model(*call.args(), **call.kwargs())
         tensors = flatten(output)[1] if not isinstance(output, torch.Tensor) else {}
@@ -246,10 +257,17 @@ def _run_eagerly(
         for path, tensor in tensors.items():
             if tensor is not value:
                 expected[f"output {path}"] = tensor.detach()
+        for name, buffer in model.named_buffers():
+            old = before.get(name)  # a new one is a cache
+            if old is not None and old.shape == buffer.shape and not torch.equal(old, buffer):
+                expected[f"mutation {name}"] = buffer.detach()
         if not captured.training:
             return expected
         if value is None:
-            value = torch.stack([t.sum() for t in tensors.values() if t.requires_grad]).sum()
+            sums = [t.sum() for t in tensors.values() if t.requires_grad]
+            if not sums:  # nothing in the result depends on a parameter
+                return expected
+            value = torch.stack(sums).sum()
         torch.autograd.backward(value)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -106,7 +106,8 @@ def bind_call(
     except TypeError as error:
         raise ConfigError(
             f"the inputs do not fit {type(model).__name__}.forward{signature}: {error}; "
-            "give one batch exactly as the model is called"
+            "give one batch exactly as the model is called; what only loss= needs goes into the "
+            "entry 'batch'"
         ) from None
     names = _positional_names(signature, len(args))
     values: dict[str, object] = dict(zip(names, args, strict=True))

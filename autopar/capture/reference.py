@@ -32,7 +32,7 @@ def run_graph(
         observe: Called with each operator and its value.
 
     Raises:
-        InputError: An input is missing.
+        InputError: An input is missing, or an operator fails on the values.
     """
     missing = [i.name for i in graph.inputs if i.name not in inputs]
     if missing:
@@ -44,7 +44,13 @@ def run_graph(
             function = torch_callable(node.op, device=device)
             args = [to_torch(a, values.__getitem__) for a in node.args]
             kwargs = {k: to_torch(a, values.__getitem__) for k, a in node.kwargs}
-            values[node.name] = function(*args, **kwargs)
+            try:
+                values[node.name] = function(*args, **kwargs)
+            except (IndexError, RuntimeError) as error:
+                raise InputError(
+                    f"{node.op} at {node.source or node.scope or node.name} fails on this batch: "
+                    f"{error}; check the values of the inputs, such as ids and labels in range"
+                ) from error
             if observe is not None:
                 observe(node, values[node.name])
             for name in last_use.get(position, ()):

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
+from autopar.capture.checks import check_dtypes
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
 from autopar.capture.normalise import normalise
 from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
-from autopar.errors import AutoparError, ConfigError
+from autopar.capture.untouched import untouched, written_buffers
+from autopar.errors import AutoparError, CaptureError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
 from autopar.ir.verify import verify_graph
@@ -102,13 +104,19 @@ class _TracedCall(torch.nn.Module):
         self._loss = loss
         self._train = training
         self.result = _Result()
+        self.changed: set[str] = set()
         self.doing = ""
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with untouched(self.model, self.changed):  # tracing calls more than once
+            return self._flat_call(tensors)
+
+    def _flat_call(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         by_path = dict(zip(self._paths, tensors, strict=True))
         call = self._call.with_tensors(lambda path, _: by_path[path])
         self.doing = f"{type(self.model).__name__}.forward"
-        output = self.model(*call.args(), **call.kwargs())
+        with written_buffers(self.model):
+            output = self.model(*call.args(), **call.kwargs())
         structure, found = flatten(output, root="output")
         result = _Result(structure)
         traced: list[torch.Tensor] = []
@@ -122,6 +130,12 @@ class _TracedCall(torch.nn.Module):
                 # a copy: no output is then a view of another one, which tracing would replay
                 traced.append((tensor.detach() if result.has_loss else tensor).clone())
                 result.paths.append(path)
+        if not traced:
+            raise CaptureError(
+                f"{type(self.model).__name__}.forward gives no tensor but a "
+                f"{type(output).__name__}; return tensors, in a tuple, list, dict "
+                "or dataclass if they are several"
+            )
         self.result = result
         return tuple(traced)
 
@@ -179,6 +193,16 @@ def capture(
             f"{type(model).__name__} has no trainable parameter: there is nothing to "
             "differentiate; set requires_grad=True on a parameter, or capture with train=False"
         )
+    lazy = [
+        name
+        for name, p in model.named_parameters()
+        if isinstance(p, torch.nn.UninitializedParameter)
+    ]
+    if lazy:
+        raise ConfigError(
+            f"{len(lazy)} parameters of {type(model).__name__} have no shape yet, the first is "
+            f"{lazy[0]!r}; call the model once, or write the sizes in place of lazy modules"
+        )
     assumptions: list[str] = []
     mode = fake_mode()
     traced = _TracedCall(model, call, loss, train)
@@ -193,6 +217,13 @@ def capture(
         trace = _export(traced, fakes)
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
+    check_dtypes(lowered.graph)
+    if traced.changed:
+        names = ", ".join(sorted(traced.changed)[:3])
+        assumptions.append(
+            f"what forward assigns to attributes is not kept ({len(traced.changed)}, such as "
+            f"{names}); values that must last belong in buffers"
+        )
     graph = normalise(lowered.graph)
     verify_graph(graph)
     return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
@@ -236,7 +267,7 @@ def _captured(
 
 def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     try:
-        with Interception():
+        with Interception(), _quiet_torch():
             return export_joint(traced, fakes)
     except AutoparError:
         raise
@@ -306,6 +337,18 @@ def _neutral_autocast(assumptions: list[str]) -> Iterator[None]:
     assumptions.append(f"autocast to {dtype} follows the CPU's list of operators")
     with torch.autocast("cpu", dtype=dtype):
         yield
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """No traceback printed by torch for an error that becomes one of ours."""
+    torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = torch_logger.disabled
+    torch_logger.disabled = True
+    try:
+        yield
+    finally:
+        torch_logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from autopar.ir.graph import FLOAT_DTYPES, Arg, Dtype, Graph, Meta, TensorMeta
 
 
 def promote(graph: Graph) -> Graph:
-    """``graph`` with every floating-point dtype replaced by float64.
+    """``graph`` with every floating-point dtype replaced by float64, complex ones by complex128.
 
     Inputs, results and dtype arguments change; models that compute a part in float32 compute it
     in float64. Casts that no longer change anything stay, as copies, so that operators keep their
@@ -31,7 +31,7 @@ def promote(graph: Graph) -> Graph:
 
 def _promote_meta(meta: Meta) -> Meta:
     if isinstance(meta, TensorMeta):
-        return replace(meta, dtype="float64") if meta.dtype in FLOAT_DTYPES else meta
+        return replace(meta, dtype=_promoted(meta.dtype))
     if isinstance(meta, tuple):
         return tuple(_promote_meta(m) for m in meta)  # type: ignore[misc]
     return meta
@@ -39,7 +39,13 @@ def _promote_meta(meta: Meta) -> Meta:
 
 def _promote_arg(arg: Arg) -> Arg:
     if isinstance(arg, Dtype):
-        return Dtype("float64") if arg.name in FLOAT_DTYPES else arg
+        return Dtype(_promoted(arg.name))
     if isinstance(arg, tuple):
         return tuple(_promote_arg(a) for a in arg)
     return arg
+
+
+def _promoted(dtype: str) -> str:
+    if dtype in FLOAT_DTYPES:
+        return "float64"
+    return "complex128" if dtype.startswith("complex") else dtype

@@ -171,8 +171,13 @@ def json_value(value: object) -> Json:
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in sorted(value.items())}
     if is_dataclass(value):
-        return {f.name: json_value(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _field(getattr(value, f.name), str(f.type)) for f in fields(value)}
     raise PlanError(f"a plan can't hold {value!r} of type {type(value).__name__}; use plain data")
+
+
+def _field(value: object, kind: str) -> Json:
+    """A field's JSON value; a sum of nothing is a whole 0, which reads back as 0.0."""
+    return json_value(float(value) if kind == "float" and type(value) is int else value)
 
 
 def _with_texts(body: Mapping[str, Json], source: str) -> Json:

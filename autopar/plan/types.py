@@ -244,16 +244,25 @@ class Plan:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""
         idle = self.num_devices - self.mesh.num_ranks
         lines = [
-            f"plan for {self.num_devices} devices of {self.cluster}: {self.mesh}"
+            f"plan for {_counted(self.num_devices, 'device')} of {self.cluster}: {self.mesh}"
             + (f", {idle} idle" if idle else ""),
-            f"{self.schedule.value}, {self.num_microbatches} micro-batches, "
+            f"{self.schedule.value}, {_counted(self.num_microbatches, 'micro-batch')}, "
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.memory_limit_bytes)} on the worst device",
         ]
         lines += [
-            f"stage {s.index}: ranks {s.devices[0]}-{s.devices[-1]}, {s.parameters:,} parameters, "
-            f"ZeRO {s.zero_level}, {len(s.recompute)} operators recomputed"
+            f"stage {s.index}: {_ranks(s.devices)}, {_counted(s.parameters, 'parameter')}, "
+            f"ZeRO {s.zero_level}, {_counted(len(s.recompute), 'operator')} recomputed"
             for s in self.stages
             if s.devices
         ]
         return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _ranks(devices: tuple[int, ...]) -> str:
+    return f"ranks {devices[0]}-{devices[-1]}" if len(devices) > 1 else f"rank {devices[0]}"

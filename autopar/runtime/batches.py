@@ -92,6 +92,19 @@ def check_batch(
                 f"{where}input {path!r} is {found} with {tensor.dim()} dims, the plan was made for "
                 f"{meta} with {len(meta.shape)}; give a batch of that form, or compile again"
             )
+    check_device(tensors, device, rank=rank)
+
+
+def check_device(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, *, rank: int | None
+) -> None:
+    """Refuse tensors that are neither on this rank's device nor on the CPU.
+
+    Raises:
+        InputError: Names the first one and both devices.
+    """
+    where = "" if rank is None else f"rank {rank}: "
+    for path, tensor in tensors.items():
         if tensor.device.type not in ("cpu", device.type):
             raise InputError(
                 f"{where}input {path!r} is on {tensor.device}, this rank computes on {device}; "
@@ -112,7 +125,7 @@ def changed_inputs(
 
 def is_larger(tensors: Mapping[str, torch.Tensor], captured: Mapping[str, TensorMeta]) -> bool:
     """Whether some input has more elements than the plan promised memory for."""
-    return any(tensors[path].numel() > meta.numel for path, meta in captured.items())
+    return any(t.numel() > captured[p].numel for p, t in tensors.items() if p in captured)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from autopar.errors import EquivalenceError
 from autopar.ir.graph import Graph, InputKind, OutputKind
 from autopar.plan.actions import Action
 from autopar.plan.types import MeshShape
-from autopar.runtime.simulate import SimulatedStep, simulate_step
+from autopar.runtime.simulate import SimulatedStep, doubles, simulate_step
 from autopar.sharding.programs import LocalPrograms
 
 TOLERANCE = 1e-10
@@ -221,14 +221,14 @@ def _after_descent(
 def _largest(tensor: torch.Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(doubles(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """``max|a - b|``; infinite where only one side is not finite, or the infinities differ."""
     if a.numel() == 0:
         return 0.0
-    a, b = a.detach().double(), b.detach().double()
+    a, b = doubles(a), doubles(b)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())

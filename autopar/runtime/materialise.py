@@ -151,7 +151,7 @@ def _checked(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor
 
 def _differing_names(real: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Names of the tensors that are not the same on all ranks; collective."""
-    mine = {name: _checksum(tensor) for name, tensor in real.items()}
+    mine = {name: checksum(tensor) for name, tensor in real.items()}
     every: list[dict[str, tuple[int, int]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     others = [table for table in every if table is not None]
@@ -173,7 +173,8 @@ def _differing_names(real: Mapping[str, torch.Tensor]) -> frozenset[str]:
     return differing
 
 
-def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+def checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that differ where the bits of two tensors differ, but for rare accidents."""
     flat = tensor.detach().contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat)

@@ -20,11 +20,13 @@ from autopar.errors import CaptureError, ConfigError, InputError, PassError, Sha
 from autopar.ir.graph import InputKind
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
+from autopar.runtime.agreement import Agreement
 from autopar.runtime.batches import (
     CallKey,
     call_key,
     changed_inputs,
     check_batch,
+    check_device,
     is_larger,
 )
 from autopar.runtime.clipping import GradientNorm, route_clip_grad_norm
@@ -123,6 +125,7 @@ class Session:
         self._planned = planned
         self._variants: dict[CallKey, Variant] = {}
         self._tangent = 1.0
+        self._agreement = Agreement(place)
 
     # ------------------------------------------------------------ calls
     def call(self, model: torch.nn.Module, call: ModelCall, *, with_loss: bool) -> object:
@@ -135,8 +138,11 @@ class Session:
         """
         trains = any(spec.requires_grad for spec in self.residents.store.every.values())
         backward = torch.is_grad_enabled() and trains
-        variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         tensors = call.tensors()
+        check_device(tensors, self.place.device, rank=self.place.label)
+        with self._watched(f"step {self.step + 1}"):
+            self._agreement.check(call_key(model, call, backward=backward), tensors)
+        variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         self._check_frozen()
         self.step += 1
         return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
@@ -225,9 +231,12 @@ class Session:
     # ------------------------------------------------------------ steps
     def drive(self, running: Generator[Request, object, T]) -> T:
         """Run a generator of a step to its end."""
-        watched = nullcontext() if self._watch is None else self._watch.step(f"step {self.step}")
+        watched = self._watched(f"step {self.step}")
         with watched, torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             return self._driver.run(running)
+
+    def _watched(self, where: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.step(where)
 
     def inputs(self, variant: Variant, tensors: Mapping[str, torch.Tensor], key: int) -> StepInputs:
         """What a step on this rank reads."""

@@ -222,21 +222,27 @@ def _whole(
     return whole, gap
 
 
+def doubles(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64; both parts of a complex one."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
 def _largest(tensor: torch.Tensor) -> float:
     """Largest finite absolute element."""
     if tensor.numel() == 0:
         return 0.0
-    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(doubles(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _gap(copies: Sequence[torch.Tensor], floor: float = 0.0) -> float:
     """Largest difference from the first copy, relative to its largest element; NaNs agree."""
-    first = copies[0]
+    first = doubles(copies[0])
     worst = 0.0
-    for copy in copies[1:]:
+    for copy in map(doubles, copies[1:]):
         same = (copy == first) | (copy.isnan() & first.isnan())
         if not bool(same.all()):
-            difference = torch.where(same, 0.0, (copy.double() - first.double()).abs())
+            difference = torch.where(same, 0.0, (copy - first).abs())
             worst = max(worst, float(difference.nan_to_num(float("inf")).max()))
     scale = max(_largest(first), floor)
     return 0.0 if worst == 0.0 else worst / scale if scale > 0.0 else float("inf")

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError
-from autopar.ir.graph import Graph, Ref, TensorMeta
+from autopar.ir.graph import Graph, Node, Ref, TensorMeta
 from autopar.plan.types import MeshShape
 from autopar.sharding.build import signatures_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.propagate import DataAxes, DataSplits
 from autopar.sharding.signature import OpSignature
-from autopar.solver.blocks import BlockChain, find_blocks, module_start
+from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_keys
 from autopar.solver.constraints import Constraints, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
@@ -43,6 +43,12 @@ class Analysis:
         chain: Blocks.
         data_axes: Splits over ``mb`` and ``dp``.
         fixed: Parameter input -> placement over ``tp`` that the user gave.
+        boundary_starts: First block of stages 1, 2, ... if the user named them.
+        optimizer_s_per_byte: Seconds of an optimizer step per byte of stored parameter.
+        nodes: Operators by name.
+        refs: Operator -> its operands.
+        metas: Shape and dtype of values with one result.
+        value_keys: ``getitem`` -> the result that it picks.
     """
 
     graph: Graph
@@ -56,6 +62,10 @@ class Analysis:
     fixed: dict[str, Placement] = field(init=False)
     boundary_starts: tuple[int, ...] | None = field(init=False)
     optimizer_s_per_byte: float = field(init=False)
+    nodes: dict[str, Node] = field(init=False)
+    refs: dict[str, tuple[str, ...]] = field(init=False)
+    metas: dict[str, TensorMeta] = field(init=False)
+    value_keys: dict[str, str] = field(init=False)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[bool, bool], SplitsStructure] = field(default_factory=dict)
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
@@ -63,6 +73,11 @@ class Analysis:
     _problems: dict[tuple[int, int, int, int], SplitsProblem] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.nodes = self.graph.node_map()
+        self.refs = {name: node.refs() for name, node in self.nodes.items()}
+        metas = self.graph.metas().items()
+        self.metas = {name: meta for name, meta in metas if isinstance(meta, TensorMeta)}
+        self.value_keys = value_keys(self.graph)
         self.signatures = signatures_of(self.graph)
         starts = self._boundary_names()
         self.chain = find_blocks(self.graph, forced=starts)
@@ -83,12 +98,12 @@ class Analysis:
             name = module_start(self.graph, module)
             if name is None:
                 raise ConstraintError(
-                    f"constraint boundaries: {module!r} runs nothing in the forward pass; "
+                    f"constraint stages: {module!r} runs nothing in the forward pass; "
                     "name a module whose call computes something"
                 )
             if names and order[name] <= order[names[-1]]:
                 raise ConstraintError(
-                    f"constraint boundaries: {module!r} runs before the module named ahead of it; "
+                    f"constraint stages: {module!r} runs before the module named ahead of it; "
                     "name modules in the order in which they run"
                 )
             names.append(name)

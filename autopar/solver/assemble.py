@@ -153,7 +153,7 @@ def _constraints(
                 )
             )
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            item = replace(item, effect=f"{len(names)} parameters: {shown}")
+            item = replace(item, effect=f"{len(names)} parameter{'s' * (len(names) != 1)}: {shown}")
         found.append(item)
     return tuple(found)
 
@@ -211,7 +211,10 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
     for misfit in field.misfits:
         if misfit.shape.mesh in meshes:
             continue
+        if len(found) == MAX_RUNNERS_UP:
+            break
         meshes.add(misfit.shape.mesh)
+        needed = misfit.needed_bytes()
         found.append(
             Candidate(
                 mesh=misfit.shape.mesh,
@@ -220,8 +223,8 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
                 zero_level=misfit.zero_level,
                 recompute="full",
                 time_s=0.0,
-                peak_bytes=misfit.needed_bytes,
-                reason=f"needs {format_bytes(misfit.needed_bytes)}, "
+                peak_bytes=needed,
+                reason=f"needs {format_bytes(needed)}, "
                 f"the limit is {format_bytes(field.limit_bytes)}",
             )
         )

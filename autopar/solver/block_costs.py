@@ -18,7 +18,6 @@ from autopar.ir.graph import Node, TensorMeta
 from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS
 from autopar.solver.analysis import Analysis
-from autopar.solver.blocks import value_keys
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_problem import Pass, SplitOption, SplitsProblem
 from autopar.solver.splits_structure import GroupKind, SplitsStructure
@@ -46,34 +45,132 @@ class BlockTable:
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
 
 
-def block_table(
-    analysis: Analysis,
-    sizes: tuple[int, int, int],
-    zero_level: int,
-    problem: SplitsProblem,
-    options: Sequence[int],
-) -> BlockTable:
-    """Menus under a choice.
+class BlockTables:
+    """Makes tables; what several of them share is found once.
 
     Args:
         analysis: Model and cluster.
-        sizes: Sizes of mb, dp, tp.
-        zero_level: Of all parameters.
-        problem: The splits problem of that mesh.
-        options: The choice.
     """
-    structure = analysis.request(sizes, zero_level).structure
-    return _Table(analysis, structure, analysis.prices(sizes), problem, options).build()
+
+    def __init__(self, analysis: Analysis) -> None:
+        self._analysis = analysis
+        self._sets = tuple(_recompute_sets(analysis, b.forward) for b in analysis.chain.blocks)
+        self._bases: dict[object, _Base] = {}
+
+    def table(
+        self,
+        sizes: tuple[int, int, int],
+        zero_level: int,
+        problem: SplitsProblem,
+        options: tuple[int, ...],
+    ) -> BlockTable:
+        """Menus under a choice.
+
+        Args:
+            sizes: Sizes of mb, dp, tp.
+            zero_level: Of all parameters.
+            problem: The splits problem of that mesh.
+            options: The choice.
+        """
+        structure = self._analysis.request(sizes, zero_level).structure
+        key = (sizes, options)
+        if key not in self._bases:  # the level changes parameters only
+            prices = self._analysis.prices(sizes)
+            made = _Table(self._analysis, structure, prices, problem, options, self._sets)
+            self._bases[key] = made.build()
+        base = self._bases[key]
+        costs = _parameter_costs(self._analysis, structure, problem, options, base.home)
+        known: dict[object, int] = {}
+        menus = []
+        for (kind, options_), cost in zip(base.menus, costs, strict=True):
+            whole = (kind, f"{cost.step_s:.6e}", cost.state_bytes)
+            menus.append(
+                BlockMenu(
+                    key=str(known.setdefault(whole, len(known))),
+                    options=options_,
+                    state_bytes=cost.state_bytes,
+                    step_s=cost.step_s,
+                )
+            )
+        return BlockTable(
+            menus=tuple(menus), boundary_bytes=base.boundary_bytes, recompute=self._sets
+        )
+
+
+def _recompute_sets(analysis: Analysis, forward: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Option name -> operators of a block whose values are not kept."""
+    light = []
+    for name in forward:
+        node = analysis.nodes[name]
+        if node.op == "getitem":
+            node = analysis.nodes[node.refs()[0]]
+        metas = [analysis.metas.get(r) for r in node.refs()]
+        if work_of(node.op, node.args, metas, node.meta).op_class not in KEPT_CLASSES:
+            light.append(name)
+    return {"none": (), "selective": tuple(light), "full": tuple(forward)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What a table has whatever the ZeRO level.
+
+    Attributes:
+        menus: Per block its kind and options.
+        boundary_bytes: As in the table.
+        home: Input -> first block that reads it.
+    """
+
+    menus: tuple[tuple[object, tuple[Option, ...]], ...]
+    boundary_bytes: tuple[tuple[int, int], ...]
+    home: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _Seconds:
-    """Seconds of one block per micro-batch and per step."""
+    """Seconds of one block per micro-batch."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _ParameterCost:
+    """What the parameters of one block cost per step and hold."""
+
     step_s: float = 0.0
     state_bytes: int = 0
+
+
+def _parameter_costs(
+    analysis: Analysis,
+    structure: SplitsStructure,
+    problem: SplitsProblem,
+    options: Sequence[int],
+    home: Mapping[str, int],
+) -> list[_ParameterCost]:
+    """State, gathering, gradient reduction: with the first block that reads the parameter."""
+    chosen = [v.options[at] for v, at in zip(problem.variables, options, strict=True)]
+    reduce_s: dict[int, float] = {}
+    for flow in problem.flows:
+        for reader in flow.readers:
+            if reader.when is not Pass.STEP:
+                continue
+            source = chosen[flow.variable].results[flow.result]
+            target = chosen[reader.variable].operands[reader.operand]
+            pair = (problem.seen(source, Pass.STEP), problem.seen(target, Pass.STEP))
+            time_s = flow.moves[pair].time_s * problem.weight(Pass.STEP)
+            reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s
+    wholes = {w: min(home.get(n, 0) for n in parts) for w, parts in structure.wholes.items()}
+    costs = [_ParameterCost() for _ in analysis.chain.blocks]
+    pairs = zip(problem.variables, structure.groups, strict=True)
+    for at, (variable, group) in enumerate(pairs):
+        if not variable.is_once and group.kind is not GroupKind.JOIN:
+            continue
+        for name in variable.members:
+            place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
+            costs[place].state_bytes += chosen[at].memory_bytes
+            costs[place].step_s += chosen[at].time_s + reduce_s.get(at, 0.0)
+    return costs
 
 
 @dataclass(slots=True)
@@ -83,51 +180,40 @@ class _Table:
     prices: PriceList
     problem: SplitsProblem
     options: Sequence[int]
+    sets: Sequence[Mapping[str, tuple[str, ...]]]
     chosen: dict[str, SplitOption] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
     first_need: dict[str, int] = field(default_factory=dict)
     forward: set[str] = field(default_factory=set)
+    home: dict[str, int] = field(default_factory=dict)
 
-    def build(self) -> BlockTable:
-        pairs = zip(self.problem.variables, self.options, strict=True)
-        for variable, at in pairs:
+    def build(self) -> _Base:
+        for variable, at in zip(self.problem.variables, self.options, strict=True):
             self.chosen.update(dict.fromkeys(variable.members, variable.options[at]))
-        graph, chain = self.analysis.graph, self.analysis.chain
-        self.keys = value_keys(graph)
+        chain = self.analysis.chain
+        self.keys = self.analysis.value_keys
         self.forward = {n for block in chain.blocks for n in block.forward}
         seconds = [_Seconds() for _ in chain.blocks]
         self._operators(seconds)
-        self._parameters(seconds)
         self._first_needs()
-        menus: list[BlockMenu] = []
-        sets: list[Mapping[str, tuple[str, ...]]] = []
+        menus: list[tuple[object, tuple[Option, ...]]] = []
         known: dict[object, tuple[Option, ...]] = {}
         for block in chain.blocks:
             cost = seconds[block.index]
             fixed = self.analysis.constraints.recompute_of(block.scope)
-            words = [w for w in RECOMPUTE if fixed in (None, w)]
-            made = {w: self._recompute_set(block.forward, w) for w in RECOMPUTE}
-            rounded = (f"{cost.forward_s:.9e}", f"{cost.backward_s:.9e}", f"{cost.step_s:.6e}")
-            key = (block.key, rounded, tuple(words), cost.state_bytes)
+            words = tuple(w for w in RECOMPUTE if fixed in (None, w))
+            key = (block.key, f"{cost.forward_s:.9e}", f"{cost.backward_s:.9e}", words)
             if key not in known:
-                known[key] = self._menu(block.index, cost, words, made)
-            menus.append(
-                BlockMenu(
-                    key=str(list(known).index(key)),
-                    options=known[key],
-                    state_bytes=cost.state_bytes,
-                    step_s=cost.step_s,
-                )
-            )
-            sets.append(made)
-        return BlockTable(
+                known[key] = self._menu(block.index, cost, words)
+            menus.append((key, known[key]))
+        return _Base(
             menus=tuple(menus),
             boundary_bytes=tuple(
                 (self._sum_bytes(ahead), self._sum_bytes(back))
                 for ahead, back in zip(chain.forward_cuts, chain.backward_cuts, strict=True)
             ),
-            recompute=tuple(sets),
+            home=self.home,
         )
 
     # -- seconds -------------------------------------------------------------------------------
@@ -148,7 +234,9 @@ class _Table:
             if node.name not in self.node_s:
                 continue
             when = Pass.BACKWARD if node.name in self.structure.backward else Pass.FORWARD
-            for operand, ref in enumerate(node.refs()):
+            block = block_of[node.name]
+            for operand, ref in enumerate(self.analysis.refs[node.name]):
+                self.home[ref] = min(self.home.get(ref, block), block)
                 self.node_s[node.name] += self._move_s(node, operand, ref, when, made)
             cost = seconds[block_of[node.name]]
             if when is Pass.BACKWARD:
@@ -175,39 +263,6 @@ class _Table:
         made.add(key)
         return time_s
 
-    def _parameters(self, seconds: list[_Seconds]) -> None:
-        """State, gathering, gradient reduction: with the first block that reads the parameter."""
-        home: dict[str, int] = {}
-        block_of = self.analysis.chain.block_of
-        for node in self.analysis.graph.nodes:
-            if node.name in self.node_s:
-                for ref in node.refs():
-                    home[ref] = min(home.get(ref, block_of[node.name]), block_of[node.name])
-        reduce_s: dict[int, float] = {}
-        for flow in self.problem.flows:
-            for reader in flow.readers:
-                if reader.when is not Pass.STEP:
-                    continue
-                source = self._option(flow.variable).results[flow.result]
-                target = self._option(reader.variable).operands[reader.operand]
-                pair = (self.problem.seen(source, Pass.STEP), self.problem.seen(target, Pass.STEP))
-                time_s = flow.moves[pair].time_s * self.problem.weight(Pass.STEP)
-                reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s
-        wholes = self.structure.wholes
-        home.update((whole, min(home.get(n, 0) for n in parts)) for whole, parts in wholes.items())
-        pairs = zip(self.problem.variables, self.structure.groups, strict=True)
-        for at, (variable, group) in enumerate(pairs):
-            if not variable.is_once and group.kind is not GroupKind.JOIN:
-                continue
-            option = self._option(at)
-            for name in variable.members:
-                cost = seconds[home.get(name.removeprefix("join "), 0)]
-                cost.state_bytes += option.memory_bytes
-                cost.step_s += option.time_s + reduce_s.get(at, 0.0)
-
-    def _option(self, variable: int) -> SplitOption:
-        return self.problem.variables[variable].options[self.options[variable]]
-
     # -- bytes ---------------------------------------------------------------------------------
     def _local_bytes(self, name: str) -> int:
         meta = self.structure.metas.get(name)
@@ -228,7 +283,7 @@ class _Table:
             node = self.structure.nodes[name]
             if name not in self.node_s and node.op != "getitem":
                 continue
-            for operand, ref in enumerate(node.refs()):
+            for operand, ref in enumerate(self.analysis.refs[name]):
                 if not self._is_forward(ref):
                     continue
                 amount = self._local_bytes(ref)
@@ -259,7 +314,7 @@ class _Table:
                 if name in again:
                     continue
                 again.add(name)
-                for ref in node.refs():
+                for ref in self.analysis.refs[name]:
                     if self._is_forward(ref):
                         inner = self._local_bytes(ref)
                         stack.append((ref, amount if node.op in VIEW_OPS else inner))
@@ -271,31 +326,17 @@ class _Table:
     def _base(self, name: str) -> str:
         return self.keys.get(name, name).partition("#")[0]
 
-    def _recompute_set(self, forward: Sequence[str], word: str) -> tuple[str, ...]:
-        """Operators whose values are not kept."""
-        if word == "none":
-            return ()
-        if word == "full":
-            return tuple(forward)
-        return tuple(n for n in forward if not self._is_heavy(self._base(n)))
-
-    def _is_heavy(self, name: str) -> bool:
-        node = self.structure.nodes[name]
-        metas = [self.structure.metas.get(r) for r in node.refs()]
-        return work_of(node.op, node.args, metas, node.meta).op_class in KEPT_CLASSES
-
     def _menu(
         self,
         block: int,
         cost: _Seconds,
         words: Sequence[str],
-        made: Mapping[str, tuple[str, ...]],
     ) -> tuple[Option, ...]:
         menu: list[Option] = []
         largest = self._largest(block)
         whole = self._saved(block, self._kept(block, frozenset())[0])
         for word in words:
-            kept, again = self._kept(block, frozenset(made[word]))
+            kept, again = self._kept(block, frozenset(self.sets[block][word]))
             extra_s = sum(
                 self.node_s.get(n, 0.0)
                 for n in {self._base(a) for a in again}

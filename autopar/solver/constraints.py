@@ -122,13 +122,11 @@ def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
     if not names:
         return
     if len(set(names)) != len(names):
-        raise ConstraintError(
-            f"constraint boundaries={names}: a module is named twice; name it once"
-        )
+        raise ConstraintError(f"constraint stages={names}: a module is named twice; name it once")
     stages = (constraints.pp or 0) * (constraints.virtual or 1)
     if constraints.pp is not None and len(names) != stages - 1:
         raise ConstraintError(
-            f"constraint boundaries: {len(names)} modules begin {len(names) + 1} stages, but "
+            f"constraint stages: {len(names)} modules begin {len(names) + 1} stages, but "
             f"pp={constraints.pp} and virtual={constraints.virtual or 1} make {stages}; "
             f"name {stages - 1}, or leave pp out"
         )
@@ -136,7 +134,7 @@ def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
     for name in names:
         if name not in known:
             raise ConstraintError(
-                f"constraint boundaries: {name!r} names no module that runs; "
+                f"constraint stages: {name!r} names no module that runs; "
                 f"modules are such as {_examples(scopes)}"
             )
 
@@ -205,10 +203,10 @@ def _check_shape(param: Input, pattern: str, placement: Placement, tp: int | Non
     if not isinstance(placement, Shard):
         return
     shape = param.meta.shape if param.meta else ()
-    if placement.dim >= len(shape):
+    if not 0 <= placement.dim < len(shape):
         raise ConstraintError(
             f"constraint placements: {pattern!r} puts {placement} on parameter {param.target!r} of "
-            f"shape {shape}, whose last dim is {len(shape) - 1}; use one of its dims or 'R'"
+            f"shape {shape}, whose dims are 0 to {len(shape) - 1}; use one of them or 'R'"
         )
     if tp is not None and not may_shard(shape[placement.dim], tp):
         raise ConstraintError(
@@ -269,7 +267,7 @@ def applied_constraints(
         value = ", ".join(constraints.boundaries)
         found.append(
             AppliedConstraint(
-                name="boundaries", value=value, origin="user", effect="first module of each stage"
+                name="stages", value=value, origin="user", effect="first module of each stage"
             )
         )
     if constraints.microbatch_statistics:

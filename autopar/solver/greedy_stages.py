@@ -22,9 +22,9 @@ from autopar.solver.stages_problem import (
     memory_bytes,
 )
 
-BISECTIONS = 40
+BISECTIONS = 28
 ROUNDING = 1e-9
-NEEDED_PRECISION = 1e-3
+NEEDED_PRECISION = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,8 @@ def needed_bytes(problem: StageProblem) -> int:
     if problem.fixed_starts is not None:
         return max(memory_bytes(problem, problem.fixed_starts, lean))
     low = high = least_memory_bytes(problem)
+    if len(problem.blocks) < problem.num_stages:
+        return high
     while first_choice(replace(problem, limit_bytes=high)) is None:
         low, high = high, 2 * high + 1
     while high - low > high * NEEDED_PRECISION:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import InfeasibleError
 from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.solver.analysis import Analysis
-from autopar.solver.block_costs import BlockTable, block_table
+from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
 from autopar.solver.splits import solve_splits
@@ -28,6 +28,7 @@ from autopar.solver.stages_problem import (
     StageProblem,
     StageSolution,
     bounds,
+    least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
@@ -81,12 +82,21 @@ class Misfit:
     Attributes:
         shape: The shape.
         zero_level: The leanest level that was tried.
-        needed_bytes: What its fullest device needs in the leanest choice that was found.
+        problem: Its cut problem.
     """
 
     shape: Shape
     zero_level: int
-    needed_bytes: int
+    problem: StageProblem
+
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of what its fullest device needs."""
+        return least_memory_bytes(self.problem)
+
+    def needed_bytes(self) -> int:
+        """What its fullest device needs in the leanest choice that the greedy finds."""
+        return needed_bytes(self.problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,8 @@ class Ranker:
         limit_bytes: Memory of a device.
         num_split_solves: Mixed-integer programs solved so far.
         num_stage_solves: Cut problems solved so far.
+        num_columns: Columns of the largest mixed-integer program.
+        tables: Menus of blocks.
     """
 
     analysis: Analysis
@@ -118,12 +130,15 @@ class Ranker:
     num_split_solves: int = 0
     num_stage_solves: int = 0
     num_columns: int = 0
+    tables: BlockTables = field(init=False)
     _splits: dict[tuple[int, int, int, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
         default_factory=dict
     )
-    _tables: dict[tuple[int, int, int, int], BlockTable] = field(default_factory=dict)
     _least: dict[Sizes, Least] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tables = BlockTables(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape) -> float:
@@ -209,7 +224,7 @@ class Ranker:
         self.num_stage_solves += 1
         stages = solve_stages(problem)
         if stages is None:
-            return Misfit(ranked.shape, ranked.zero_level, needed_bytes(problem))
+            return Misfit(ranked.shape, ranked.zero_level, problem)
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
 
     def rank(self, shape: Shape, *, limit_bytes: int = 0) -> Ranked | Misfit:
@@ -225,7 +240,7 @@ class Ranker:
         for level in self._levels(shape):
             found = self._at_level(shape, level, limit)
             if isinstance(found, Misfit):
-                if least is None or found.needed_bytes < least.needed_bytes:
+                if least is None or found.least_bytes < least.least_bytes:
                     least = found
                 continue
             if best is None or found.estimate_s < best.estimate_s:
@@ -252,7 +267,7 @@ class Ranker:
     def _at_level(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
         chosen = self.splits(shape.sizes, self.split_level(shape))
         problem = self.analysis.problem(shape.sizes, level)
-        found = self._with_splits(shape, level, limit_bytes, problem, chosen, is_kept=True)
+        found = self._with_splits(shape, level, limit_bytes, problem, chosen)
         if not isinstance(found, Misfit) or len(self.analysis.graph.inputs) == 0:
             return found
         leaner = self._leaner_splits(shape, level, limit_bytes)
@@ -288,19 +303,12 @@ class Ranker:
         limit_bytes: int,
         problem: SplitsProblem,
         chosen: SplitsSolution,
-        *,
-        is_kept: bool = False,
     ) -> Ranked | Misfit:
-        key = (*shape.sizes, level)
-        table = self._tables.get(key) if is_kept else None
-        if table is None:
-            table = block_table(self.analysis, shape.sizes, level, problem, chosen.options)
-            if is_kept:
-                self._tables[key] = table
+        table = self.tables.table(shape.sizes, level, problem, chosen.options)
         stage_problem = self.stage_problem(shape, table, limit_bytes)
         stages = self._stages(stage_problem)
         if stages is None:
-            return Misfit(shape, level, needed_bytes(stage_problem))
+            return Misfit(shape, level, stage_problem)
         ranked = Ranked(
             shape=shape,
             zero_level=level,

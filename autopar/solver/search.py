@@ -43,6 +43,7 @@ MIN_RANKED = 4  # so that there are runners-up, and an estimate that flatters is
 NUM_FINAL = 6  # shapes that are cut by CP-SAT
 NUM_EXACT = 3  # shapes that are localized and simulated
 TIGHTEN_TRIES = 3
+NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 SLACK = 1e-9
 
 
@@ -240,7 +241,7 @@ class _Search:
             self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         else:
             self.misfits.append(found)
-            self.progress(f"{shape}: needs {format_bytes(found.needed_bytes)}")
+            self.progress(f"{shape}: does not fit")
         return found
 
     # -- deciding ------------------------------------------------------------------------------
@@ -316,7 +317,8 @@ class _Search:
         """What is closest to fitting, and the cheapest way out."""
         shortfalls = []
         rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes]
-        rows += [(m.needed_bytes, m.shape) for m in self.misfits]
+        nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
+        rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
         for needed, shape in sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]:
             shortfalls.append(
                 Shortfall(

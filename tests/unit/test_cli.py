@@ -137,3 +137,9 @@ def test_profile_measures_once_and_keeps_what_is_there(
 def test_profile_refuses_a_budget_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--budget", "0", "--out", "never-written.json"]) == 2
     assert "must be above 0" in capsys.readouterr().err
+
+
+def test_a_missing_folder_for_the_plan_is_refused_before_planning(tmp_path, capsys):
+    code = main(["plan", "nothing.py:build", "--devices", "2", "-o", str(tmp_path / "no" / "p")])
+    assert code == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -60,10 +60,26 @@ def signature(
     return _REGISTRY.signature(node, operand_metas, memo=memo)
 
 
-def register_op(op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = "") -> None:
-    """Register a rule for a custom operator; see :meth:`Registry.register`.
+def register_op(
+    op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = ""
+) -> None:
+    """Say how a custom operator may be split, in every process and before compiling.
 
-    Such as ``register_op("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``.
+    Such as ``register_op("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``: one list
+    of dim names per operand and result. A backward operator needs a rule of its own.
+
+    Args:
+        op: Name with dots, ``"mylib.scale"`` for ``torch.ops.mylib.scale``; ``".default"`` or
+            another overload may follow.
+        text: The rule. ``!`` after a name keeps that dim whole, ``+`` says that results without it
+            are sums over it, ``a*b`` is a merged dim, ``1`` a broadcast one, ``_`` an operand that
+            is no tensor.
+        linear: Groups of argument positions that the operator is linear in, so that sums still to
+            be completed may pass it.
+        padded: Names, separated by spaces, of dims whose blocks may be uneven.
+
+    Raises:
+        ShardingError: The rule is malformed.
     """
     _REGISTRY.register(op, text, linear=linear, padded=padded)
 

@@ -64,7 +64,7 @@ def test_boundaries_must_match_the_number_of_stages():
 
 
 def test_boundaries_must_name_modules_that_run():
-    refuse(r"boundaries: 'layers\.7' names no module that runs", boundaries=("layers.7",))
+    refuse(r"'layers\.7' names no module that runs", boundaries=("layers.7",))
 
 
 def test_a_recompute_pattern_must_name_a_module():

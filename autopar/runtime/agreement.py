@@ -1,0 +1,92 @@
+"""Whether all ranks are given the same call: the same batch, the same mode.
+
+A call takes the global batch on every rank and each rank takes its part. Ranks that are given
+different batches, as by a loader with a ``DistributedSampler``, would train on a mixture without a
+word. So shapes and modes are compared before every step, and the content of the batch at the first
+step of each kind: one tiny reduction, and texts only where it finds a difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError
+from autopar.runtime.batches import CallKey
+from autopar.runtime.materialise import checksum
+from autopar.runtime.place import Place
+
+_DIGEST_BYTES = 7  # fits into an int64 that is not negative
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Agreement:
+    """Compares the calls of all ranks; every rank must make every call.
+
+    Args:
+        place: This process.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._seen: set[CallKey] = set()
+
+    def check(self, key: CallKey, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a call that is not the same on all ranks.
+
+        Args:
+            key: Shapes, modes and other facts of this rank's call.
+            tensors: Its tensors by path.
+
+        Raises:
+            InputError: On every rank; names the first rank that differs from rank 0, and in what.
+        """
+        if not self._place.is_distributed:
+            return
+        facts = _facts(key)
+        if key not in self._seen:
+            self._seen.add(key)
+            facts |= {f"the content of input {p!r}": _sum(t) for p, t in tensors.items()}
+        text = repr(sorted(facts.items())).encode()
+        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+        mine = int.from_bytes(digest, "big")
+        both = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device())
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            self._refuse(facts)
+
+    def _device(self) -> torch.device:
+        """The CPU if a backend reduces there: a GPU would have to be waited for."""
+        has_cpu = "cpu" in str(dist.get_backend_config())
+        return torch.device("cpu") if has_cpu else self._place.device
+
+    def _refuse(self, facts: dict[str, str]) -> None:
+        every: list[dict[str, str]] = [{}] * self._place.world_size
+        dist.all_gather_object(every, facts)
+        first = every[0]
+        rank = next(r for r, other in enumerate(every) if other != first)
+        names = [*first, *(n for n in every[rank] if n not in first)]
+        name = next(n for n in names if every[rank].get(n) != first.get(n))
+        raise InputError(
+            f"the ranks are given different calls: {name} is {every[rank].get(name, 'missing')} on "
+            f"rank {rank}, {first.get(name, 'missing')} on rank 0; call the model on every rank, "
+            "with the same global batch: the plan cuts it"
+        )
+
+
+def _facts(key: CallKey) -> dict[str, str]:
+    facts = {f"input {path!r}": f"{dtype}{list(shape)}" for path, shape, dtype in key.tensors}
+    facts |= {f"argument {path!r}": _ADDRESS.sub("", text) for path, text in key.statics}
+    facts["the mode"] = ", ".join(key.modes)
+    facts["autocast"] = ", ".join(key.autocast) or "off"
+    facts["the wish for gradients"] = "on" if key.backward else "off"
+    return facts
+
+
+def _sum(tensor: torch.Tensor) -> str:
+    bits, order = checksum(tensor)
+    return f"{bits:x}/{order:x}"
