@@ -70,7 +70,7 @@ class GraphBuilder:
 
 
 def mlp(batch: int = 8, width: int = 4, hidden: int = 6, layers: int = 1) -> Graph:
-    """``loss = sum(relu(x Wa) Wb ...)`` with its backward; weights are ``w{layer}a``, ``w{layer}b``."""
+    """``loss = sum(relu(x Wa) Wb ...)`` with its backward; weights are ``w0a``, ``w0b``, ..."""
     b = GraphBuilder()
     x = b.input("x", (batch, width))
     weights = [

@@ -98,7 +98,8 @@ def compile(  # noqa: PLR0913
             the entry ``batch`` of ``inputs``, else the arguments of the call.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind whose state is priced: adamw, adam, sgd, sgd-momentum, adafactor or none.
-        outputs: Paths of outputs that training returns whole; with ``loss=``, the loss alone is.
+        outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
+            returns the loss alone.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
@@ -178,6 +179,11 @@ def _check_kinds(
     ):
         if value is not None and not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+    if loss is not None and outputs:
+        raise ConfigError(
+            f"outputs={outputs!r}: with loss= a call returns the loss alone; leave one of the two "
+            "out, or let the model return its loss"
+        )
 
 
 def _check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
@@ -324,11 +330,12 @@ def _runs_here(cluster: Cluster) -> bool:
 
 
 def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
+    wanted = devices  # without it the launch counts, which is checked where it is joined
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
     local = local_machine() if isinstance(devices, int | str) else None
     cluster = parse_devices(devices, memory_limit=memory_limit, local=local)
-    if plan is not None and plan.num_devices != cluster.num_devices:
+    if wanted is not None and plan is not None and plan.num_devices != cluster.num_devices:
         raise PlanError(
             f"the plan is for {plan.num_devices} devices ({plan.cluster}), devices= names "
             f"{cluster.num_devices} ({cluster}); leave devices out, or plan again for these"

@@ -217,6 +217,8 @@ class Plan:
         unruled: Operators without a rule (replicated), as ``"op at source"``.
         assumptions: What was taken for granted, in sentences.
         provenance: Versions and sources of prices.
+        names: Input of the graph -> the user's name of the call argument or parameter.
+        param_words: Parameter -> how ``tp`` and ZeRO-3 split it, in words; empty if nothing does.
     """
 
     model_hash: str
@@ -239,6 +241,8 @@ class Plan:
     unruled: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    param_words: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""

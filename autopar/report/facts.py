@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, InputKind
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan
@@ -60,8 +60,10 @@ def facts_of(plan: Plan, graph: Graph | None = None) -> Facts:
     """
     if graph is None:
         return Facts(
-            arguments={_plain(name): dims for name, dims in _cut_inputs(plan).items()},
-            parameters=_params_from_names(plan),
+            arguments={
+                plan.names.get(name, _plain(name)): dims for name, dims in _cut_inputs(plan).items()
+            },
+            parameters=fold_words(plan.param_words) or _params_from_names(plan),
             recompute={
                 stage.index: (_recompute_counts(stage.recompute),)
                 for stage in plan.stages
@@ -101,11 +103,22 @@ def _cut_inputs(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def _params(plan: Plan, graph: Graph) -> tuple[tuple[str, int, str], ...]:
+    return fold_words(_param_words(plan, graph))
+
+
+def _param_words(plan: Plan, graph: Graph) -> dict[str, str]:
     splits = plan.splits.get(TP_AXIS, {})
     sharded = _sharded_at_rest(plan, graph, splits)
     if not splits and not sharded:
-        return ()
-    return fold_words(describe_param_splits(graph, splits, zero3_params=sharded))
+        return {}
+    return describe_param_splits(graph, splits, zero3_params=sharded)
+
+
+def with_words(plan: Plan, graph: Graph) -> Plan:
+    """``plan`` with the user's names and words in it, so that its file can be reported alone."""
+    kinds = (InputKind.USER, InputKind.PARAM, InputKind.BUFFER)
+    names = {i.name: i.target for i in graph.inputs if i.kind in kinds}
+    return replace(plan, names=names, param_words=_param_words(plan, graph))
 
 
 def _sharded_at_rest(plan: Plan, graph: Graph, splits: Mapping[str, str]) -> Collection[str]:

@@ -7,7 +7,7 @@ what the solver prices is what the program runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
@@ -125,8 +125,9 @@ class Emitter:
     def reshard(self, ref: Ref, shape: tuple[int, ...], current: Layout, target: Layout) -> Ref:
         """Emit what turns ``current`` into ``target`` (layouts over :attr:`axes`).
 
-        Axes are undone from the innermost out and redone from the outermost in, because a shard
-        on an outer axis can't be undone while an inner axis shards the same dim.
+        Axes are undone from the innermost out and redone from the outermost in. An axis that stays
+        as it is is undone all the same if an axis outside of it starts or stops sharding its dim:
+        the blocks of a dim are nested, the outer ones can't change under the inner ones.
 
         Args:
             ref: The local value.
@@ -135,37 +136,45 @@ class Emitter:
             target: The layout wanted.
         """
         now = list(current)
+        changing = _changing_levels(current, target)
         for level in reversed(range(len(self.axes))):
-            if now[level] != target[level]:
-                ref = self._undo(ref, shape, now, target, level)
+            if level in changing:
+                ref = self._undo(ref, shape, now, target, level, changing)
         for level in range(len(self.axes)):
             if now[level] != target[level]:
                 ref = self._redo(ref, now, target, level)
         return ref
 
     def _undo(
-        self, ref: Ref, shape: tuple[int, ...], now: list[Placement], target: Layout, level: int
+        self,
+        ref: Ref,
+        shape: tuple[int, ...],
+        now: list[Placement],
+        target: Layout,
+        level: int,
+        changing: set[int],
     ) -> Ref:
         axis, want, have = self.axes[level], target[level], now[level]
-        inner = {p.dim for p in (*now[level + 1 :], *target[level + 1 :]) if isinstance(p, Shard)}
         if isinstance(have, Replicate):
             return ref
         if axis == "mb" or isinstance(have, Varying):
             raise ShardingError(
                 f"{ref}: {have} over axis {axis!r} can't become {want} inside a micro-batch"
             )
+        # dims that an outer axis has still to change must not be cut by this one before
+        busy = _dims(p for o in changing if o < level for p in (now[o], target[o]))
+        direct = want if isinstance(want, Shard) and want.dim not in busy else None
         if isinstance(have, Partial):
-            if isinstance(want, Shard) and have.op == "sum" and want.dim not in inner:
-                now[level] = want
-                return self.reduce_scatter(ref, have.op, want.dim, axis)
+            if direct is not None and have.op == "sum":
+                now[level] = direct
+                return self.reduce_scatter(ref, have.op, direct.dim, axis)
             now[level] = R
             return self.all_reduce(ref, have.op, axis)
         whole = local_shape(shape, tuple(now[:level]), self.sizes[:level])[have.dim]
-        clash = isinstance(want, Shard) and (want.dim in inner or have.dim in inner)
-        outer = {p.dim for p in now[:level] if isinstance(p, Shard)}
-        if isinstance(want, Shard) and want.dim != have.dim and not clash and want.dim not in outer:
-            now[level] = want
-            return self.all_to_all(ref, have.dim, want.dim, axis, whole)
+        outer = _dims(now[:level])
+        if direct is not None and direct.dim != have.dim and direct.dim not in outer:
+            now[level] = direct
+            return self.all_to_all(ref, have.dim, direct.dim, axis, whole)
         now[level] = R
         return self.all_gather(ref, have.dim, axis, whole)
 
@@ -365,6 +374,20 @@ class OperatorContext:
                             operands[index], dim, axes, size, signature.pad_fill
                         )
         return operands
+
+
+def _dims(placements: Iterable[Placement]) -> set[int]:
+    return {p.dim for p in placements if isinstance(p, Shard)}
+
+
+def _changing_levels(current: Layout, target: Layout) -> set[int]:
+    """Axes to undo: those that change, and those nested in a dim that an outer axis changes."""
+    changing: set[int] = set()
+    for level, (have, want) in enumerate(zip(current, target, strict=True)):
+        outer = _dims(p for o in changing for p in (current[o], target[o]))
+        if have != want or (isinstance(have, Shard) and have.dim in outer):
+            changing.add(level)
+    return changing
 
 
 def _is_lost(signature: OpSignature, factor: str) -> bool:

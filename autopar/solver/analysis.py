@@ -84,11 +84,28 @@ class Analysis:
         self.boundary_starts = None
         if starts:
             index = {b.forward[0]: b.index for b in self.chain.blocks}
+            for module, name in zip(self.constraints.boundaries, starts, strict=True):
+                if not index.get(name):
+                    raise ConstraintError(
+                        f"constraint stages: {module!r} begins the model, so stage 0 would be "
+                        "empty; name the first modules of stages 1, 2, ..."
+                    )
             self.boundary_starts = tuple(index[name] for name in starts)
+        self._check_depth()
         self.data_axes = DataAxes(self.graph, self.signatures)
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+
+    def _check_depth(self) -> None:
+        """Refuse more stages than the model can be cut into."""
+        wish = self.constraints
+        stages, blocks = (wish.pp or 1) * (wish.virtual or 1), len(self.chain.blocks)
+        if stages > blocks:
+            raise ConstraintError(
+                f"constraint pp={wish.pp or 1}, virtual={wish.virtual or 1}: {stages} stages, but "
+                f"the model can be cut into {blocks} blocks at most; use {blocks} stages or fewer"
+            )
 
     def _boundary_names(self) -> tuple[str, ...]:
         """First operators of the modules that begin stages."""

@@ -20,6 +20,8 @@ import torch
 from autopar.capture.torch_ops import meta_of, to_torch, torch_callable
 from autopar.errors import ShardingError
 from autopar.ir.graph import Arg, Dtype, Node, Ref, TensorMeta
+from autopar.runtime.collective_math import resolve
+from autopar.runtime.requests import Collective
 from autopar.sharding import rules
 from autopar.sharding.emitter import Emitter
 from autopar.sharding.placement import (
@@ -257,8 +259,8 @@ def run_nodes(
         for coords in itertools.product(*map(range, sizes))
     }
     for node in nodes:
-        if node.op == "comm.all_reduce":
-            _all_reduce(node, ranks, list(axes))
+        if node.op.startswith("comm."):
+            _collective(node, ranks, list(axes))
         else:
             for values in ranks.values():
                 values[node.name] = evaluate(node.op, node.args, node.kwargs, values)
@@ -267,17 +269,27 @@ def run_nodes(
     return ranks
 
 
-def _all_reduce(node: Node, ranks: dict[Coords, dict[str, object]], axes: list[str]) -> None:
-    ref, op, axis = node.args
+def _collective(node: Node, ranks: dict[Coords, dict[str, object]], axes: list[str]) -> None:
+    ref, *rest = node.args
     assert isinstance(ref, Ref)
-    at = axes.index(str(axis))
+    kind = node.op.removeprefix("comm.")
+    names = {
+        "all_reduce": ("op", "axis"),
+        "all_gather": ("dim", "axis", "out_size"),
+        "reduce_scatter": ("op", "dim", "axis"),
+        "all_to_all": ("dim", "scatter_dim", "axis", "out_size"),
+    }[kind]
+    given = dict(zip(names, rest, strict=True))
+    at = axes.index(str(given["axis"]))
     groups: dict[Coords, list[Coords]] = {}
     for coords in ranks:
         groups.setdefault(coords[:at] + coords[at + 1 :], []).append(coords)
     for members in groups.values():
-        pieces = torch.stack([ranks[c][ref.name] for c in members])  # type: ignore[misc]
-        value = pieces.sum(0) if op == "sum" else pieces.amax(0) if op == "max" else pieces.amin(0)
-        for coords in members:
+        requests = [
+            Collective(kind=kind, tensor=ranks[c][ref.name], **given)  # type: ignore[arg-type]
+            for c in members
+        ]
+        for coords, value in zip(members, resolve(requests), strict=True):
             ranks[coords][node.name] = value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.errors import ShardingError
 from autopar.ir.graph import Meta, Node
 from autopar.sharding.rules import (
     attention,
@@ -69,8 +70,8 @@ def register_op(
     of dim names per operand and result. A backward operator needs a rule of its own.
 
     Args:
-        op: Name with dots, ``"mylib.scale"`` for ``torch.ops.mylib.scale``; ``".default"`` or
-            another overload may follow.
+        op: Name, ``"mylib.scale"`` or ``"mylib::scale"`` for ``torch.ops.mylib.scale``;
+            ``".default"`` or another overload may follow.
         text: The rule. ``!`` after a name keeps that dim whole, ``+`` says that results without it
             are sums over it, ``a*b`` is a merged dim, ``1`` a broadcast one, ``_`` an operand that
             is no tensor.
@@ -79,9 +80,13 @@ def register_op(
         padded: Names, separated by spaces, of dims whose blocks may be uneven.
 
     Raises:
-        ShardingError: The rule is malformed.
+        ShardingError: The rule is malformed, or ``op`` is no name.
     """
-    _REGISTRY.register(op, text, linear=linear, padded=padded)
+    if not isinstance(op, str):
+        raise ShardingError(
+            f"register_op: {op!r} is no name; write the operator's name, such as 'mylib.scale'"
+        )
+    _REGISTRY.register(op.replace("::", "."), text, linear=linear, padded=padded)
 
 
 def register_rule(op: str, rule: Rule) -> None:
