@@ -30,6 +30,7 @@ from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
+from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
@@ -365,7 +366,8 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
     )
     if seconds is not None:
         seconds.update(stats.seconds)
-    return replace(found, assumptions=(*found.assumptions, *captured.assumptions))
+    found = replace(found, assumptions=(*found.assumptions, *captured.assumptions))
+    return with_words(found, captured.graph)
 
 
 def _refuse_unknown(captured: Captured) -> None:
