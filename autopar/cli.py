@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from autopar.api.options import ConstraintOptions
     from autopar.plan.types import Plan
 
 
@@ -72,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices", required=True, help="a count, '4x8:h100-sxm', or a cluster file")
     plan.add_argument("--memory-limit", metavar="AMOUNT", help="bytes per device, such as 16GiB")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.add_argument("--optimizer", default="adamw", help="kind to keep state for; adamw")
+    plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of the search")
+    fixed = plan.add_argument_group("decisions", "what is left out is the solver's to decide")
+    for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
+        fixed.add_argument(f"--{name}", type=int, metavar="N")
+    fixed.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved"])
+    fixed.add_argument("--recompute", choices=["none", "selective", "full"])
     plan.set_defaults(run=_plan)
 
     report = commands.add_parser("report", parents=[saved, common], help="print a saved plan")
@@ -119,12 +127,22 @@ def _plan(args: argparse.Namespace) -> int:
         devices=devices,
         inputs=inputs,
         memory_limit=None if args.memory_limit is None else _bytes(args.memory_limit),
+        optimizer=args.optimizer,
+        time_limit_s=args.time_limit,
+        **_decisions(args),
     )
     plan = cast("Plan", compiled.plan)
     if args.output:
         save_plan(plan, args.output)
     _show(plan, as_json=args.json)
     return 0
+
+
+def _decisions(args: argparse.Namespace) -> ConstraintOptions:
+    """The decisions that were given, as arguments of ``compile``."""
+    names = ("dp", "tp", "pp", "virtual", "num_microbatches", "zero", "schedule", "recompute")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return cast("ConstraintOptions", given)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -143,3 +143,24 @@ def test_a_missing_folder_for_the_plan_is_refused_before_planning(tmp_path, caps
     code = main(["plan", "nothing.py:build", "--devices", "2", "-o", str(tmp_path / "no" / "p")])
     assert code == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_plan_takes_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n"
+        "        return self.a(x).square().sum()\n"
+        "def build():\n"
+        "    return Net(), {'x': torch.randn(8, 8)}\n"
+    )
+    words = ["plan", f"{script}:build", "--devices", "4:cpu", "--dp", "4", "--zero", "1", "--json"]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["mesh"]["dp"] == 4
+    assert plan["stages"][0]["zero_level"] == 1
+    assert {c["name"] for c in plan["constraints"] if c["origin"] == "user"} == {"dp", "zero"}
