@@ -98,7 +98,14 @@ class BlockTables:
 
 
 def _recompute_sets(analysis: Analysis, forward: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Option name -> operators of a block whose values are not kept."""
+    """Option name -> operators of a block whose values are not kept.
+
+    What crosses from block to block is always kept: else making the last block again would mean
+    making all blocks again, with everything alive at once.
+    """
+    crossing = {name for cut in analysis.chain.forward_cuts for name in cut}
+    crossing |= {analysis.nodes[n].refs()[0] for n in crossing if analysis.nodes[n].op == "getitem"}
+    forward = [name for name in forward if name not in crossing]
     light = []
     for name in forward:
         node = analysis.nodes[name]
@@ -340,7 +347,8 @@ class _Table:
             extra_s = sum(
                 self.node_s.get(n, 0.0)
                 for n in {self._base(a) for a in again}
-                if self.structure.nodes[n].op not in VIEW_OPS
+                # what only backward needs is in the block's backward seconds already
+                if n in self.forward and self.structure.nodes[n].op not in VIEW_OPS
             )
             saved = self._saved(block, kept)
             transient = TRANSIENT_TENSORS * largest + max(0, whole - saved)
