@@ -15,7 +15,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from autopar.errors import InputError
 from autopar.runtime.batches import CallKey
 from autopar.runtime.materialise import checksum
 from autopar.runtime.place import Place
@@ -35,18 +34,17 @@ class Agreement:
         self._place = place
         self._seen: set[CallKey] = set()
 
-    def check(self, key: CallKey, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a call that is not the same on all ranks.
+    def disagreement(self, key: CallKey, tensors: Mapping[str, torch.Tensor]) -> str:
+        """In what the ranks' calls differ, the same text on every rank; "" if in nothing.
+
+        It is returned and not raised, since every rank knows it: no rank has to be told.
 
         Args:
             key: Shapes, modes and other facts of this rank's call.
             tensors: Its tensors by path.
-
-        Raises:
-            InputError: On every rank; names the first rank that differs from rank 0, and in what.
         """
         if not self._place.is_distributed:
-            return
+            return ""
         facts = _facts(key)
         if key not in self._seen:
             self._seen.add(key)
@@ -56,22 +54,21 @@ class Agreement:
         mine = int.from_bytes(digest, "big")
         both = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device())
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if int(both[0]) != -int(both[1]):
-            self._refuse(facts)
+        return "" if int(both[0]) == -int(both[1]) else self._difference(facts)
 
     def _device(self) -> torch.device:
         """The CPU if a backend reduces there: a GPU would have to be waited for."""
         has_cpu = "cpu" in str(dist.get_backend_config())
         return torch.device("cpu") if has_cpu else self._place.device
 
-    def _refuse(self, facts: dict[str, str]) -> None:
+    def _difference(self, facts: dict[str, str]) -> str:
         every: list[dict[str, str]] = [{}] * self._place.world_size
         dist.all_gather_object(every, facts)
         first = every[0]
         rank = next(r for r, other in enumerate(every) if other != first)
         names = [*first, *(n for n in every[rank] if n not in first)]
         name = next(n for n in names if every[rank].get(n) != first.get(n))
-        raise InputError(
+        return (
             f"the ranks are given different calls: {name} is {every[rank].get(name, 'missing')} on "
             f"rank {rank}, {first.get(name, 'missing')} on rank 0; call the model on every rank, "
             "with the same global batch: the plan cuts it"

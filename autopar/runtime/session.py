@@ -141,7 +141,10 @@ class Session:
         tensors = call.tensors()
         check_device(tensors, self.place.device, rank=self.place.label)
         with self._watched(f"step {self.step + 1}"):
-            self._agreement.check(call_key(model, call, backward=backward), tensors)
+            key = call_key(model, call, backward=backward)
+            difference = self._agreement.disagreement(key, tensors)
+        if difference:
+            raise InputError(difference)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         self._check_frozen()
         self.step += 1
