@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autopar._siblings import check_siblings
 
 if TYPE_CHECKING:
-    from autopar.api import compile, verify
+    from autopar.api import compile, shard_loader, verify
     from autopar.cluster import Cluster
     from autopar.errors import (
         AutoparError,
@@ -55,11 +55,12 @@ __all__ = [
     "plan_hash",
     "register_op",
     "save_plan",
+    "shard_loader",
     "verify",
 ]
 
 _HOMES = {
-    "autopar.api": ("compile", "verify"),
+    "autopar.api": ("compile", "shard_loader", "verify"),
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),

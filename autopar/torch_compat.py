@@ -283,6 +283,15 @@ def _output_role(descriptor: Any) -> TracedOutput:
     raise NotImplementedError(f"graph output of kind {type(descriptor).__name__}")
 
 
+def wrapper_tensor(
+    kind: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of the subclass ``kind`` that has a shape but no memory of its own."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
 def total_norm_helper() -> Any:
     """The function that ``torch.nn.utils.clip_grad_norm_`` looks up to compute the norm."""
     from torch.nn.utils import clip_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.api.compiling import compile, plan
+from autopar.api.loading import shard_loader
 from autopar.api.verifying import VerifyReport, verify
 
-__all__ = ["VerifyReport", "compile", "plan", "verify"]
+__all__ = ["VerifyReport", "compile", "plan", "shard_loader", "verify"]

@@ -4,6 +4,9 @@ A call takes the global batch on every rank and each rank takes its part. Ranks 
 different batches, as by a loader with a ``DistributedSampler``, would train on a mixture without a
 word. So shapes and modes are compared before every step, and the content of the batch at the first
 step of each kind: one tiny reduction, and texts only where it finds a difference.
+
+Shares of a batch differ by rank on purpose. They say of which batch they are, which is compared
+before every step; at the first step of each kind ranks that hold the same rows compare them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from autopar.runtime.batches import CallKey
 from autopar.runtime.materialise import checksum
 from autopar.runtime.place import Place
+from autopar.runtime.shares import LocalShare
 
 _DIGEST_BYTES = 7  # fits into an int64 that is not negative
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -45,16 +49,38 @@ class Agreement:
         """
         if not self._place.is_distributed:
             return ""
-        facts = _facts(key)
-        if key not in self._seen:
+        facts = _facts(key) | _origins(tensors, self._place.rank)
+        is_new = key not in self._seen
+        if is_new:
             self._seen.add(key)
-            facts |= {f"the content of input {p!r}": _sum(t) for p, t in tensors.items()}
+            wholes = {p: t for p, t in tensors.items() if not isinstance(t, LocalShare)}
+            facts |= {f"the content of input {p!r}": _sum(t) for p, t in wholes.items()}
         text = repr(sorted(facts.items())).encode()
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
         mine = int.from_bytes(digest, "big")
         both = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device())
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        return "" if int(both[0]) == -int(both[1]) else self._difference(facts)
+        if int(both[0]) != -int(both[1]):
+            return self._difference(facts)
+        shares = {p: t for p, t in tensors.items() if isinstance(t, LocalShare)}
+        return self._different_rows(shares) if is_new and shares else ""
+
+    def _different_rows(self, shares: Mapping[str, LocalShare]) -> str:
+        """In what the rows differ that several ranks hold."""
+        mine = {p: (t.rows, _sum(t.local_rows())) for p, t in shares.items() if t.rows}
+        every: list[dict[str, tuple[tuple[int, ...], str]]] = [{}] * self._place.world_size
+        dist.all_gather_object(every, mine)
+        first: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        for rank, held in enumerate(every):
+            for path, (rows, found) in held.items():
+                other, wanted = first.setdefault((path, rows), (rank, found))
+                if found != wanted:
+                    return (
+                        f"ranks {other} and {rank} hold the same {len(rows)} rows of input "
+                        f"{path!r} with different content; let the dataset give the same sample "
+                        "for the same index on every rank"
+                    )
+        return ""
 
     def _device(self) -> torch.device:
         """The CPU if a backend reduces there: a GPU would have to be waited for."""
@@ -81,6 +107,22 @@ def _facts(key: CallKey) -> dict[str, str]:
     facts["the mode"] = ", ".join(key.modes)
     facts["autocast"] = ", ".join(key.autocast) or "off"
     facts["the wish for gradients"] = "on" if key.backward else "off"
+    return facts
+
+
+def _origins(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, str]:
+    facts = {}
+    for path, tensor in tensors.items():
+        if isinstance(tensor, LocalShare):
+            origin = tensor.origin
+            facts[f"the form of input {path!r}"] = "a share"
+            facts[f"the plan of the share in input {path!r}"] = origin.plan
+            facts[f"the rank of the share in input {path!r}"] = (
+                "its own" if origin.rank == rank else f"{origin.rank}"
+            )
+            facts[f"the batch of the share in input {path!r}"] = origin.batch
+        else:
+            facts[f"the form of input {path!r}"] = "a global batch"
     return facts
 
 

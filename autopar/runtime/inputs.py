@@ -11,6 +11,8 @@ from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import InputError, PassError
 from autopar.ir.graph import Input, OutputKind
 from autopar.runtime.blocks import take_block
+from autopar.runtime.shares import LocalShare, take_share
+from autopar.sharding.placement import Layout
 from autopar.sharding.programs import LocalPrograms, TensorSpec
 
 
@@ -22,7 +24,7 @@ class StepInputs:
         params: Local tensors, in storage layout and padded, of the parameters that this rank's
             stages own. Never written to.
         buffers: Whole buffers. Never written to.
-        users: Call arguments by path, whole; cut lazily.
+        users: Call arguments by path, whole or this rank's shares of them; cut lazily.
         rng_key: Key of the random operators for this step (int64 scalar).
         constants: Captured constants by name.
         loss_tangent: Gradient of whatever follows with respect to the loss.
@@ -64,10 +66,15 @@ def user_block(
         raise InputError(f"call argument {name!r} is missing; the plan reads {sorted(local.users)}")
     _check(name, tensor, spec)
     microbatch, dp, tp = coordinate
+    layout: Layout = spec.layout
+    sizes: tuple[int, ...] = local.axis_sizes
+    at: tuple[int, ...] = (microbatch or 0, dp, tp)
     if microbatch is None:
-        block = take_block(tensor, spec.layout[1:], (dp, tp), local.axis_sizes[1:])
+        layout, sizes, at = layout[1:], sizes[1:], at[1:]
+    if isinstance(tensor, LocalShare):
+        block = take_share(name, tensor, layout, at, sizes)
     else:
-        block = take_block(tensor, spec.layout, (microbatch, dp, tp), local.axis_sizes)
+        block = take_block(tensor, layout, at, sizes)
     return block.to(device, non_blocking=True)
 
 

@@ -19,6 +19,7 @@ from autopar.capture.tracing import Captured, capture
 from autopar.errors import CaptureError, ConfigError, InputError, PassError, ShardingError
 from autopar.ir.graph import InputKind
 from autopar.plan.decisions import decisions_of
+from autopar.plan.io import plan_hash
 from autopar.plan.types import Plan
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.batches import (
@@ -38,6 +39,7 @@ from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import local_part
 from autopar.runtime.place import Place
 from autopar.runtime.requests import Request
+from autopar.runtime.shares import check_origin, stand_in
 from autopar.runtime.surgery import Residents
 from autopar.runtime.variants import (
     Variant,
@@ -108,6 +110,7 @@ class Session:
         watch: FailFast | None,
     ) -> None:
         self.plan = plan
+        self.plan_hash = plan_hash(plan)
         self.captured = captured
         self.options = options
         self.place = place
@@ -145,6 +148,7 @@ class Session:
             difference = self._agreement.disagreement(key, tensors)
         if difference:
             raise InputError(difference)
+        check_origin(tensors, plan=self.plan_hash, rank=self.place.rank)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         self._check_frozen()
         self.step += 1
@@ -212,6 +216,7 @@ class Session:
         self, model: torch.nn.Module, call: ModelCall, loss: LossFunction | None, backward: bool
     ) -> Captured:
         """The program of a call; the planned one's form where only gradients are not wanted."""
+        call = call.with_tensors(lambda _path, tensor: stand_in(tensor))
         with self.residents.whole_shapes(), self._uncompiled(model):
             return capture(
                 model,

@@ -63,7 +63,7 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
     actions: Sequence[Sequence[Action]],
     *,
     params: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]],
     buffers: Mapping[str, torch.Tensor] | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
     rng_key: torch.Tensor | None = None,
@@ -80,7 +80,7 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
         mesh: Ranks per axis.
         actions: Per pipeline rank, its action list.
         params: Whole parameters by first name.
-        inputs: Whole call arguments by path.
+        inputs: Whole call arguments by path, or a list of every rank's shares of them.
         buffers: Whole buffers by name.
         constants: Captured constants.
         rng_key: Key of the random operators.
@@ -101,7 +101,7 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
         given = StepInputs(
             params=stored_params(programs, mesh, rank, params),
             buffers=dict(buffers or {}),
-            users=inputs,
+            users=inputs if isinstance(inputs, Mapping) else inputs[rank],
             rng_key=rng_key,
             constants=constants or {},
             loss_tangent=loss_tangent,

@@ -30,6 +30,7 @@ from autopar.runtime.inputs import StepInputs, tangent_block, user_block
 from autopar.runtime.load import LoadedPrograms
 from autopar.runtime.messages import Mailbox, Tensors, receive
 from autopar.runtime.requests import Running, Send
+from autopar.runtime.shares import in_memory
 from autopar.sharding.placement import Varying, local_shape
 
 
@@ -290,7 +291,8 @@ class RankStep:
 
     def saved_bytes(self) -> int:
         """Bytes held between F and B now: each storage once; parameters and arguments left out."""
-        other = [*self.inputs.params.values(), *self.inputs.users.values(), *self.buffers.values()]
+        users = map(in_memory, self.inputs.users.values())
+        other = [*self.inputs.params.values(), *users, *self.buffers.values()]
         for copies in (*self._compute.values(), *self._prologue.values()):
             other.extend(copies.values())
         seen = {storage_of(t) for t in other}
