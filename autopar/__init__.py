@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autopar._siblings import check_siblings
 
 if TYPE_CHECKING:
-    from autopar.api import compile, shard_loader, verify
+    from autopar.api import TrainerMixin, as_one_worker, compile, shard_loader, verify
     from autopar.cluster import Cluster
     from autopar.errors import (
         AutoparError,
@@ -49,7 +49,9 @@ __all__ = [
     "PlanError",
     "RankError",
     "ShardingError",
+    "TrainerMixin",
     "__version__",
+    "as_one_worker",
     "compile",
     "load_plan",
     "plan_hash",
@@ -60,7 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "autopar.api": ("compile", "shard_loader", "verify"),
+    "autopar.api": ("TrainerMixin", "as_one_worker", "compile", "shard_loader", "verify"),
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),

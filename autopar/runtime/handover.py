@@ -37,7 +37,9 @@ class _Step(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.step = step  # type: ignore[attr-defined]  # contexts take attributes
-        return tuple(value.view_as(value) for value in values)
+        # loops scale a loss in place, which torch forbids on a view; of a large output no copy is
+        # made, and writing to it raises
+        return tuple(v.clone() if v.dim() == 0 else v.view_as(v) for v in values)
 
     @staticmethod
     def backward(
