@@ -292,6 +292,10 @@ def wrapper_tensor(
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
+FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What ``DistributedDataParallel`` looks up on a module before it does anything to it."""
+
+
 def total_norm_helper() -> Any:
     """The function that ``torch.nn.utils.clip_grad_norm_`` looks up to compute the norm."""
     from torch.nn.utils import clip_grad

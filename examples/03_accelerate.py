@@ -96,9 +96,7 @@ def accelerated(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[fl
             yield loss.item()
     model.eval()
     with torch.no_grad():
-        pairs = [
-            accelerator.gather_for_metrics((model(**b)["logits"], b["labels"])) for b in test
-        ]
+        pairs = [accelerator.gather_for_metrics((model(**b)["logits"], b["labels"])) for b in test]
     yield float(torch.cat([p.argmax(1) == c for p, c in pairs]).float().mean())
 
 
@@ -118,10 +116,11 @@ def main() -> None:
     whole = model.full_state_dict()  # every rank calls it, rank 0 has the weights
     if accelerator.is_main_process:
         wanted = list(alone(plain))
-        for mine, other in zip(found, wanted, strict=True):
+        pairs = list(zip(found, wanted, strict=True))
+        for mine, other in pairs:
             print(f"{mine:.6f}, one process {other:.6f}")
         gap = max(float((whole[n] - v).abs().max()) for n, v in plain.state_dict().items())
-        print(f"max |difference| = {max(abs(a - b) for a, b in zip(found, wanted)):.3g}")
+        print(f"max |difference| = {max(abs(a - b) for a, b in pairs):.3g}")
         print(f"max |weight difference| = {gap:.3g}")
     if dist.is_initialized():
         dist.barrier()

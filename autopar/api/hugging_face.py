@@ -106,9 +106,7 @@ class TrainerMixin:
         ConfigError: The model is not compiled, or a setting can't work with it.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, args: object, *others: object, **named: object
-    ) -> None:
+    def __init__(self, model: object, args: object, *others: object, **named: object) -> None:
         if not isinstance(model, torch.nn.Module) or not is_compiled(model):
             raise ConfigError(
                 f"the Trainer's model is a {type(model).__name__} that is not compiled; give it "

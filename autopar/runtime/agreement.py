@@ -3,7 +3,9 @@
 A call takes the global batch on every rank and each rank takes its part. Ranks that are given
 different batches, as by a loader with a ``DistributedSampler``, would train on a mixture without a
 word. So shapes and modes are compared before every step, and the content of the batch at the first
-step of each kind: one tiny reduction, and texts only where it finds a difference.
+step of each kind: one tiny reduction, and texts only where it finds a difference. Where ranks
+compute on CPUs, the first part of each input is compared before every step: loaders that shuffle by
+themselves may part in a later epoch.
 
 Shares of a batch differ by rank on purpose. They say of which batch they are, which is compared
 before every step; at the first step of each kind ranks that hold the same rows compare them.
@@ -24,6 +26,8 @@ from autopar.runtime.place import Place
 from autopar.runtime.shares import LocalShare
 
 _DIGEST_BYTES = 7  # fits into an int64 that is not negative
+_HEAD = 1 << 15
+"""Elements of each input that are compared before every step."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -51,10 +55,13 @@ class Agreement:
             return ""
         facts = _facts(key) | _origins(tensors, self._place.rank)
         is_new = key not in self._seen
+        wholes = {p: t for p, t in tensors.items() if not isinstance(t, LocalShare)}
         if is_new:
             self._seen.add(key)
-            wholes = {p: t for p, t in tensors.items() if not isinstance(t, LocalShare)}
             facts |= {f"the content of input {p!r}": _sum(t) for p, t in wholes.items()}
+        elif self._place.device.type == "cpu":  # elsewhere a device would have to be waited for
+            heads = {p: t.detach().flatten()[:_HEAD] for p, t in wholes.items()}
+            facts |= {f"the content of input {p!r}": _sum(t) for p, t in heads.items()}
         text = repr(sorted(facts.items())).encode()
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
         mine = int.from_bytes(digest, "big")

@@ -21,6 +21,7 @@ from autopar.plan.types import Plan
 from autopar.runtime.gathering import full_state, load_state
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.session import Session
+from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP
 
 _STATE = "_autopar_state"
 _BATCH = "batch"
@@ -167,9 +168,21 @@ def extend(model: torch.nn.Module, state: CompiledState) -> None:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        FIRST_ATTRIBUTE_OF_DDP: property(_refuse_wrapping),
     }
     model.__dict__[_STATE] = state
     model.__class__ = type(base.__name__, (CompiledModule, base), names)
+
+
+def _refuse_wrapping(model: torch.nn.Module) -> None:
+    session = state_of(model).session
+    if session is None or not session.place.is_distributed:
+        raise AttributeError(FIRST_ATTRIBUTE_OF_DDP)
+    raise ConfigError(
+        f"DistributedDataParallel would average the gradients of {type(model).__name__} once more: "
+        "the plan reduces them; train the compiled model itself, and with accelerate call "
+        "autopar.as_one_worker(accelerator) before prepare()"
+    )
 
 
 def _with_self(bound: Callable[..., object]) -> inspect.Signature:
