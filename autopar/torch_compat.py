@@ -292,6 +292,13 @@ def wrapper_tensor(
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
+def assert_later(condition: torch.Tensor, message: str) -> None:
+    """Fail on the device, when it comes to it, unless a bool scalar is true; nobody waits."""
+    import torch
+
+    torch._assert_async(condition, message)
+
+
 FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"
 """What ``DistributedDataParallel`` looks up on a module before it does anything to it."""
 

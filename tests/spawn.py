@@ -25,12 +25,14 @@ class RankResult:
         output: What it wrote to standard output.
         errors: What it wrote to standard error.
         time_s: When it ended, in seconds after the start of all.
+        left_behind: Whether a child of it lives on after ``settle_s``.
     """
 
     code: int | None
     output: str
     errors: str
     time_s: float
+    left_behind: bool = False
 
 
 def free_port() -> int:
@@ -48,6 +50,7 @@ def run_ranks(
     args: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
     wait_for: int | None = None,
+    settle_s: float = 0.0,
 ) -> list[RankResult]:
     """Run a script in ``world_size`` processes and wait for all of them.
 
@@ -61,6 +64,7 @@ def run_ranks(
         args: Command-line arguments.
         env: More environment variables.
         wait_for: Kill the rest once this many have ended; all must end if None.
+        settle_s: How long children of ranks that have ended may take to end too.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = script if isinstance(script, Path) else Path(folder) / "script.py"
@@ -86,12 +90,13 @@ def run_ranks(
                 )  # fmt: skip
         try:
             ended = _wait(processes, started_s, timeout_s, wait_for or world_size)
+            behind = _left_behind(processes, ended, settle_s)
         finally:
             for process in processes:
                 _kill(process)
         return [
-            RankResult(code, out.read_text(), err.read_text(), at_s)
-            for (code, at_s), (out, err) in zip(ended, outs, strict=True)
+            RankResult(code, out.read_text(), err.read_text(), at_s, left)
+            for (code, at_s), (out, err), left in zip(ended, outs, behind, strict=True)
         ]
 
 
@@ -108,6 +113,30 @@ def _wait(
             break
         time.sleep(0.02)
     return [ended.get(i, (None, timeout_s)) for i in range(len(processes))]
+
+
+def _left_behind(
+    processes: list[subprocess.Popen[bytes]],
+    ended: list[tuple[int | None, float]],
+    settle_s: float,
+) -> list[bool]:
+    """Whether the session of a process that has ended still has members."""
+
+    def lives(process: subprocess.Popen[bytes]) -> bool:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    deadline_s = time.monotonic() + settle_s
+    while True:
+        found = [
+            code is not None and lives(p) for p, (code, _) in zip(processes, ended, strict=True)
+        ]
+        if not any(found) or time.monotonic() >= deadline_s:
+            return found
+        time.sleep(0.05)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar, Unpack
@@ -32,8 +33,10 @@ from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.facts import with_words
 from autopar.report.text import render_plan
+from autopar.runtime.failure import FailFast
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.place import Place
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
@@ -59,8 +62,22 @@ class _Order:
     optimizer: str
     on_unknown: str
     time_limit_s: float | None
+    timeout_s: float | None
     run: RunOptions
     given: Mapping[str, torch.Tensor] | None
+
+    def wishes(self) -> dict[str, str]:
+        """Arguments that every rank must give alike; what a rank finds out itself may differ."""
+        decided = {
+            f.name: repr(getattr(self.constraints, f.name)) for f in fields(self.constraints)
+        }
+        return {
+            **decided,
+            "optimizer": repr(self.optimizer),
+            "on_unknown": repr(self.on_unknown),
+            "outputs": repr(self.run.outputs),
+            "seed": repr(self.run.seed),
+        }
 
 
 def compile(  # noqa: PLR0913
@@ -78,6 +95,7 @@ def compile(  # noqa: PLR0913
     state_dict: Mapping[str, torch.Tensor] | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    timeout_s: float | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
@@ -105,6 +123,8 @@ def compile(  # noqa: PLR0913
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
+        timeout_s: How long a step may last, other ranks' loading and saving included, before all
+            ranks are ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
         constraints: Decisions that are taken already, such as ``pp=2``; see
             :class:`~autopar.api.options.ConstraintOptions`.
 
@@ -114,7 +134,7 @@ def compile(  # noqa: PLR0913
         InfeasibleError: No plan fits the memory.
     """
     _check_arguments(model, on_unknown)
-    _check_kinds(loss, plan, outputs, seed, state_dict, time_limit_s)
+    _check_kinds(loss, plan, outputs, seed, state_dict, (time_limit_s, timeout_s))
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
@@ -124,6 +144,7 @@ def compile(  # noqa: PLR0913
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
+        timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
         given=state_dict,
     )  # fmt: skip
@@ -151,14 +172,17 @@ def _start(
     state: CompiledState,
 ) -> None:
     """Plan a model whose first call is known, and start it where it runs."""
-    call, _ = bind(model, state, *first)
-    captured = _capture(model, call, order, state)
-    gathered(captured, order.run, captured.training)  # a wrong path is refused before the search
-    if state.guard is None:
-        _remember(state, captured, _make_plan(captured, order, state.planning_s))
-    else:
-        state.session = _launch(model, call, captured, order, state)
-        _remember(state, captured, state.session.plan)
+    post = _join(order, model, state)
+    with nullcontext() if post.watch is None else post.watch.phase("the compilation"):
+        call, _ = bind(model, state, *first)
+        captured = _capture(model, call, order, state)
+        # a wrong path is refused before the search
+        gathered(captured, order.run, captured.training)
+        if post.place is None:
+            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+        else:
+            state.session = _launch(model, call, captured, order, state, post)
+            _remember(state, captured, state.session.plan)
 
 
 def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
@@ -167,7 +191,12 @@ def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
 
 
 def _check_kinds(
-    loss: object, plan: object, outputs: object, seed: object, given: object, limit_s: object
+    loss: object,
+    plan: object,
+    outputs: object,
+    seed: object,
+    given: object,
+    limits_s: tuple[object, object],
 ) -> None:
     """Refuse arguments of another kind: they would be misread, or fail late and unclearly."""
     for name, value, fits, wanted in (
@@ -176,7 +205,8 @@ def _check_kinds(
         ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
         ("seed", seed, type(seed) is int, "a whole number"),
         ("state_dict", given, isinstance(given, Mapping), "a dict of tensors"),
-        ("time_limit_s", limit_s, _is_positive(limit_s), "seconds above 0"),
+        ("time_limit_s", limits_s[0], _is_positive(limits_s[0]), "seconds above 0"),
+        ("timeout_s", limits_s[1], _is_positive(limits_s[1]), "seconds above 0"),
     ):
         if value is not None and not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
@@ -281,6 +311,7 @@ def make_plan(
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
+        timeout_s=None,
         run=RunOptions(loss=loss),
         given=None,
     )
@@ -382,24 +413,48 @@ def _refuse_unknown(captured: Captured) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """Where this process stands in the job; no place in one that only plans."""
+
+    place: Place | None = None
+    watch: FailFast | None = None
+
+
+def _join(order: _Order, model: torch.nn.Module, state: CompiledState) -> _Post:
+    """Join the job, if this process computes; from here on one rank's failure ends all."""
+    if state.guard is None:
+        return _Post()
+    place = find_place(order.cluster, model)
+    count = order.cluster.num_devices if order.plan is None else order.plan.num_devices
+    check_launch(count, place)
+    if not place.is_distributed:
+        return _Post(place)
+    watch = job_watch(dist.group.WORLD)
+    if order.timeout_s is not None:
+        watch.limit_s = order.timeout_s
+    return _Post(place, watch)
+
+
 def _launch(
     model: torch.nn.Module,
     call: ModelCall,
     captured: Captured,
     order: _Order,
     state: CompiledState,
+    post: _Post,
 ) -> Session:
     """Agree on a plan and start running it."""
-    guard = state.guard
+    guard, place = state.guard, post.place
     assert guard is not None
-    place = find_place(order.cluster, model)
-    count = order.cluster.num_devices if order.plan is None else order.plan.num_devices
-    check_launch(count, place)
-    watch = job_watch(dist.group.WORLD) if place.is_distributed else None
-    plan = agree_on_plan(lambda: _make_plan(captured, order, state.planning_s), captured, place)
+    assert place is not None
+    plan = agree_on_plan(
+        lambda: _make_plan(captured, order, state.planning_s), captured, place,
+        given=order.plan, wishes=order.wishes(),
+    )  # fmt: skip
     return start_session(
         model, call, captured, plan,
-        options=order.run, place=place, guard=guard, given=order.given, watch=watch,
+        options=order.run, place=place, guard=guard, given=order.given, watch=post.watch,
     )  # fmt: skip
 
 
@@ -407,10 +462,12 @@ def _launch_lazily(
     model: torch.nn.Module, call: ModelCall, order: _Order, state: CompiledState
 ) -> Session:
     """The first call of a model compiled without inputs, or any call where it can't run."""
-    with uncompiled(model):
+    post = _join(order, model, state)
+    watching = nullcontext() if post.watch is None else post.watch.phase("the compilation")
+    with uncompiled(model), watching:
         if state.guard is not None:
             captured = _capture(model, call, order, state)
-            session = _launch(model, call, captured, order, state)
+            session = _launch(model, call, captured, order, state, post)
             _remember(state, captured, session.plan)
             return session
         if state.plan is None:

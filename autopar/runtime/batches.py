@@ -92,6 +92,11 @@ def check_batch(
                 f"{where}input {path!r} is {found} with {tensor.dim()} dims, the plan was made for "
                 f"{meta} with {len(meta.shape)}; give a batch of that form, or compile again"
             )
+        if not tensor.numel() and meta.numel:
+            raise InputError(
+                f"{where}input {path!r} is {found}, which is empty; give at least one row, or skip "
+                "the call on every rank"
+            )
     check_device(tensors, device, rank=rank)
 
 

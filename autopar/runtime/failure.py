@@ -12,7 +12,9 @@ minutes or for ever. So every rank has a thread that watches a key-value store:
   a consequence, so a rank that sees such an error waits for the cause before it speaks;
 * a rank that ends inside a step (``sys.exit``) fails; one that ends between steps while another one
   stays inside a step has left too early, which is found after :data:`ABSENCE_S`, or at once if a
-  connection broke.
+  connection broke;
+* a rank whose heart beats but that does not come to a step, or not on in it, stalls. A step that
+  lasts longer than the time-out ends all ranks, with where each of them is.
 
 At a normal exit each rank says goodbye and its thread stops. Rank 0 hosts the store and stays until
 all others have seen its goodbye, a few seconds at most.
@@ -37,7 +39,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-from autopar.errors import RankError
+from autopar.errors import ConfigError, RankError
 
 POLL_S = 0.4
 SILENCE_S = 8.0
@@ -45,6 +47,9 @@ SUSPECT_SILENCE_S = 3.0
 """Silence, or absence, that is a failure when a connection has broken as well."""
 ABSENCE_S = 60.0
 """How long a rank may be in a step after another one has left; the last stages may end late."""
+TIMEOUT_S = 600.0
+"""How long a step may last, unless the user says otherwise: others may load data or save."""
+TIMEOUT_VARIABLE = "AUTOPAR_TIMEOUT_S"
 KNOWN_S = 2.5
 GOODBYE_S = 3.0
 EXIT_CODE = 1
@@ -55,12 +60,16 @@ _NONE = "-"
 class FailFast:
     """The watch of one rank. Start it with :func:`fail_fast`."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, limit_s: float = TIMEOUT_S
+    ) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
         self.where = "before the first step"
+        self.limit_s = limit_s
         self._in_step_since: float | None = None
+        self._is_limited = False
         self._reported = threading.Event()
         self._stop = threading.Event()
         self._suspicion = threading.Event()
@@ -85,7 +94,7 @@ class FailFast:
         Args:
             where: What this rank does, for the message; :attr:`where` may be refined meanwhile.
         """
-        self.where, self._in_step_since = where, time.monotonic()
+        self.where, self._is_limited, self._in_step_since = where, True, time.monotonic()
         try:
             yield
         except BaseException as error:  # also sys.exit: the others wait for this rank
@@ -94,6 +103,24 @@ class FailFast:
         finally:
             self._in_step_since = None
             self.where = f"the time after {where}"
+
+    @contextlib.contextmanager
+    def phase(self, where: str) -> Iterator[None]:
+        """Around work of any length that needs the others: one that leaves meanwhile is missed.
+
+        An exception inside is the caller's, who may know that every rank raises it.
+
+        Args:
+            where: What this rank does, for the message.
+        """
+        before = self.where
+        self.where, self._is_limited, self._in_step_since = where, False, time.monotonic()
+        try:
+            yield
+        except BaseException:
+            self._in_step_since = None
+            raise
+        self._in_step_since, self.where = None, before
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks; wait until they know, or until it is clear who failed first."""
@@ -104,6 +131,8 @@ class FailFast:
         if is_consequence(error):
             # the watch thread ends this process if it learns the cause meanwhile
             self._suspicion.set()
+            with contextlib.suppress(RuntimeError), self._lock:
+                self._store.set("suspect", str(self.rank))  # rank 0, which watches all, must know
             time.sleep(SILENCE_S + 2 * POLL_S)
         first = self._write(self.rank, f"rank {self.rank} failed at {self.where}:\n{text}")
         if first:
@@ -163,7 +192,7 @@ class FailFast:
     def _watch(self) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         left: dict[int, float] = {}
-        keys = ["error", *(k for r in self._watched for k in (f"beat/{r}", f"bye/{r}"))]
+        keys = ["error", "suspect", *(k for r in self._watched for k in (f"beat/{r}", f"bye/{r}"))]
         count = 0
         lost_since_s: float | None = None
         while not self._stop.wait(POLL_S):
@@ -171,8 +200,8 @@ class FailFast:
             try:
                 with self._lock:
                     self._asked_since_s = time.monotonic()
-                    self._store.set(f"beat/{self.rank}", str(count))
-                    error, *signs = self._store.multi_get(keys)
+                    self._store.set(f"beat/{self.rank}", f"{count} {self.where}")
+                    error, suspect, *signs = self._store.multi_get(keys)
                     self._asked_since_s = None
                 lost_since_s = None
             except RuntimeError:
@@ -191,7 +220,10 @@ class FailFast:
                     continue  # this rank raises it itself
                 self._acknowledge()
                 self._end(origin, text)
+            if suspect.decode() != _NONE:
+                self._suspicion.set()
             now_s = time.monotonic()
+            self._check_limit(now_s)
             for rank, beat, bye in zip(self._watched, signs[::2], signs[1::2], strict=True):
                 self._judge(rank, beat, bye.decode() != _NONE, beats, left, now_s)
 
@@ -203,8 +235,11 @@ class FailFast:
         if has_left:
             since_s = left.setdefault(rank, now_s)
             begun_s = self._in_step_since
-            limit_s = SUSPECT_SILENCE_S if self._suspicion.is_set() else ABSENCE_S
-            if begun_s is not None and now_s - max(since_s, begun_s) > limit_s:
+            if self._suspicion.is_set():  # some rank, maybe not this one, needed it
+                is_missed = now_s - since_s > SUSPECT_SILENCE_S
+            else:
+                is_missed = begun_s is not None and now_s - max(since_s, begun_s) > ABSENCE_S
+            if is_missed:
                 self._declare(rank, f"rank {rank} ended while rank {self.rank} was at {self.where}")
             return
         if rank not in beats or beats[rank][0] != beat:
@@ -216,6 +251,33 @@ class FailFast:
             self._declare(
                 rank, f"rank {rank} has been silent for {silence_s:.0f} s: it was killed or stopped"
             )
+
+    def _check_limit(self, now_s: float) -> None:
+        """End all ranks if this one has been in a step for too long."""
+        begun_s = self._in_step_since
+        limit_s = max(self.limit_s, SILENCE_S + 2 * POLL_S)  # a death has a text of its own
+        if begun_s is None or not self._is_limited or now_s - begun_s <= limit_s:
+            return
+        try:
+            with self._lock:
+                beats = self._store.multi_get([f"beat/{r}" for r in range(self.world_size)])
+                byes = self._store.multi_get([f"bye/{r}" for r in range(self.world_size)])
+        except RuntimeError:
+            return  # rank 0 is gone, which has its own text
+        here = f"is at {self.where}"
+        places = [f"is at {b.decode().partition(' ')[2] or 'the start'}" for b in beats]
+        places[self.rank] = here
+        places = [
+            "has ended" if b.decode() != _NONE else p for b, p in zip(byes, places, strict=True)
+        ]
+        odd = [r for r, place in enumerate(places) if place != here]
+        where = "; ".join(f"rank {r} {place}" for r, place in enumerate(places))
+        self._declare(
+            odd[0] if odd else self.rank,
+            f"{self.where} of rank {self.rank} has not ended for {now_s - begun_s:.0f} s: {where}. "
+            f"Set timeout_s= of autopar.compile(), or {TIMEOUT_VARIABLE}, if ranks may be that far "
+            "apart",
+        )
 
     def _declare(self, rank: int, text: str) -> None:
         if self._write(rank, text):
@@ -263,13 +325,18 @@ def fail_fast(*, timeout_s: float = 60.0) -> FailFast:
 
     Args:
         timeout_s: How long to wait for the other ranks here.
+
+    Raises:
+        ConfigError: The environment's time-out for steps is no number above 0.
     """
+    limit_s = _limit_from_environment()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     host = os.environ.get("MASTER_ADDR", "localhost")
     port: list[object] = [0]
     if rank == 0:
         store = _store(host, 0, is_master=True, timeout_s=timeout_s)
         store.set("error", _NONE)
+        store.set("suspect", _NONE)
         for other in range(world_size):
             store.set(f"beat/{other}", "0")
             store.set(f"bye/{other}", _NONE)
@@ -277,9 +344,20 @@ def fail_fast(*, timeout_s: float = 60.0) -> FailFast:
     dist.broadcast_object_list(port, src=0)
     if rank != 0:
         store = _store(host, int(str(port[0])), is_master=False, timeout_s=timeout_s)
-    watch = FailFast(store, rank, world_size)
+    watch = FailFast(store, rank, world_size, limit_s=limit_s)
     watch.start()
     return watch
+
+
+def _limit_from_environment() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = 0.0
+    if not limit_s > 0:
+        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r}: give seconds above 0, such as 600")
+    return limit_s
 
 
 def _store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:

@@ -39,7 +39,7 @@ from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import local_part
 from autopar.runtime.place import Place
 from autopar.runtime.requests import Request
-from autopar.runtime.shares import check_origin, stand_in
+from autopar.runtime.shares import LocalShare, check_origin, stand_in
 from autopar.runtime.surgery import Residents
 from autopar.runtime.variants import (
     Variant,
@@ -147,9 +147,10 @@ class Session:
             key = call_key(model, call, backward=backward)
             difference = self._agreement.disagreement(key, tensors)
         if difference:
-            raise InputError(difference)
+            raise InputError(f"step {self.step + 1}: {difference}")
         check_origin(tensors, plan=self.plan_hash, rank=self.place.rank)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
+        self._check_values(variant, tensors)
         self._check_frozen()
         self.step += 1
         return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
@@ -227,6 +228,16 @@ class Session:
                 # without gradients: the same program, B left out, so that decisions carry over
                 train=any(spec.requires_grad for spec in self.residents.store.every.values()),
             )
+
+    def _check_values(self, variant: Variant, tensors: Mapping[str, torch.Tensor]) -> None:
+        problem = next((text for c in variant.checks if (text := c.problem(tensors))), "")
+        if not problem:
+            return
+        error = InputError(f"step {self.step + 1}: {problem}")
+        if any(isinstance(t, LocalShare) for t in tensors.values()):  # others have other rows
+            with self._watched(f"step {self.step + 1}"):
+                raise error
+        raise error
 
     def _check_frozen(self) -> None:
         for item in self.residents.store:

@@ -94,7 +94,7 @@ class RankStep:
             try:
                 yield from self._perform(action)
             except Exception as error:
-                error.add_note(f"rank {self.rank} at action {action}")
+                error.add_note(f"rank {self.rank}, stage {action.stage}, at action {action}")
                 raise
         self.position = "end of the actions"
 

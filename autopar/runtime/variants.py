@@ -20,6 +20,7 @@ from autopar.ir.graph import Graph, Phase
 from autopar.plan.actions import Action
 from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
 from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
+from autopar.runtime.index_checks import IndexCheck, index_checks
 from autopar.runtime.load import LoadedPrograms, load
 from autopar.runtime.pieces import parts_of, with_common_owners
 from autopar.sharding.build import localize, signatures_of
@@ -40,6 +41,7 @@ class Variant:
         loaded: This rank's programs; None on an idle rank.
         actions: This rank's list; empty on an idle rank.
         backward: Whether gradients are computed.
+        checks: What the batch's values must meet.
     """
 
     captured: Captured
@@ -47,6 +49,7 @@ class Variant:
     loaded: LoadedPrograms | None
     actions: tuple[Action, ...]
     backward: bool
+    checks: tuple[IndexCheck, ...] = ()
 
 
 def make_variant(
@@ -77,7 +80,10 @@ def make_variant(
     if planned is not None:
         local = with_storage_of(planned, local)
     if rank >= mesh.num_ranks:
-        return Variant(captured=captured, local=local, loaded=None, actions=(), backward=backward)
+        return Variant(
+            captured=captured, local=local, loaded=None, actions=(), backward=backward,
+            checks=index_checks(captured.graph),
+        )  # fmt: skip
     lists = schedule_actions(local, plan, backward=backward, has_loss=captured.has_loss)
     pp = mesh.coordinate(rank)[0]
     own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
@@ -85,8 +91,9 @@ def make_variant(
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
         loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
     return Variant(
-        captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward
-    )
+        captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward,
+        checks=index_checks(captured.graph),
+    )  # fmt: skip
 
 
 def schedule_actions(
