@@ -51,7 +51,8 @@ def as_one_worker(owner: T) -> T:
 
     From then on, for the whole process: no model is wrapped, no loader is cut, counts and gathered
     values are those of one process, a scheduler steps once a step. The batch size of the loop is
-    the global one. Main-process checks (printing, saving) still mean rank 0.
+    the global one. Main-process checks (printing, saving) still mean rank 0; nobody waits in
+    ``wait_for_everyone()`` any more, ``torch.distributed.barrier()`` is for that.
 
     Args:
         owner: An ``accelerate.Accelerator``, or ``transformers.TrainingArguments`` before the

@@ -57,7 +57,6 @@ class Agreement:
         is_new = key not in self._seen
         wholes = {p: t for p, t in tensors.items() if not isinstance(t, LocalShare)}
         if is_new:
-            self._seen.add(key)
             facts |= {f"the content of input {p!r}": _sum(t) for p, t in wholes.items()}
         elif self._place.device.type == "cpu":  # elsewhere a device would have to be waited for
             heads = {p: t.detach().flatten()[:_HEAD] for p, t in wholes.items()}
@@ -69,6 +68,7 @@ class Agreement:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):
             return self._difference(facts)
+        self._seen.add(key)  # only now: after a refusal all ranks must still agree on what is new
         shares = {p: t for p, t in tensors.items() if isinstance(t, LocalShare)}
         return self._different_rows(shares) if is_new and shares else ""
 

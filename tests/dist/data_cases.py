@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import autopar
 from autopar.capture.tracing import capture
@@ -174,6 +174,26 @@ def a_run_is_resumed_under_another_plan_without_repeating_a_sample():
     assert torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-4), (found, wanted)
 
 
+def an_odd_last_batch_is_used_by_every_rank_idle_ones_included():
+    """Thirteen samples in batches of four, on two stages of four ranks."""
+    model, alone, data = compiled(MeshShape(pp=2)), Model(), Subset(Words(), range(13))
+    loader = autopar.shard_loader(DataLoader(data, batch_size=4), model)
+    found = []
+    for share in loader:
+        loss = model(**share)["loss"]
+        loss.backward()
+        found.append(loss.item())
+    wanted = []
+    for batch in DataLoader(data, batch_size=4):
+        loss = alone(**batch)["loss"]
+        loss.backward()
+        wanted.append(loss.item())
+    assert len(found) == 4
+    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-5)
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)
+    assert torch.allclose(model.clip_grad_norm_(1e9), norm, rtol=1e-5)
+
+
 def evaluation_takes_shares_too():
     model, alone = shared(), Model()
     loader = autopar.shard_loader(loader_of(Words()), model, seed=5)
@@ -264,6 +284,7 @@ FACTS = (
     each_rank_reads_only_its_rows,
     training_on_shares_equals_one_process,
     a_run_is_resumed_under_another_plan_without_repeating_a_sample,
+    an_odd_last_batch_is_used_by_every_rank_idle_ones_included,
     evaluation_takes_shares_too,
     different_global_batches_are_refused_at_the_first_step,
     batches_of_a_distributed_sampler_are_refused_at_the_first_step,
