@@ -149,20 +149,25 @@ def compile(  # noqa: PLR0913
         given=state_dict,
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
-    guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
-    state = CompiledState(
-        launch=lambda owner, call: _launch_lazily(owner, call, order, state),
-        guard=guard,
-        has_loss=loss is not None,
-        takes_batch=takes_batch and loss is not None,
-        report=render_plan,
-    )
+    state = _new_state(order, takes_batch=takes_batch)
     _check_names(model, state_dict)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
     return model
+
+
+def _new_state(order: _Order, *, takes_batch: bool) -> CompiledState:
+    """What a module that is about to be compiled knows."""
+    state = CompiledState(
+        launch=lambda owner, call: _launch_lazily(owner, call, order, state),
+        guard=OptimizerGuard(order.optimizer) if _runs_here(order.cluster) else None,
+        has_loss=order.loss is not None,
+        takes_batch=takes_batch and order.loss is not None,
+        report=render_plan,
+    )
+    return state
 
 
 def _start(
