@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autopar._siblings import check_siblings
 
 if TYPE_CHECKING:
-    from autopar.api import compile, verify
+    from autopar.api import compile, load_checkpoint, save_checkpoint, verify
     from autopar.cluster import Cluster
     from autopar.errors import (
         AutoparError,
@@ -51,15 +51,17 @@ __all__ = [
     "ShardingError",
     "__version__",
     "compile",
+    "load_checkpoint",
     "load_plan",
     "plan_hash",
     "register_op",
+    "save_checkpoint",
     "save_plan",
     "verify",
 ]
 
 _HOMES = {
-    "autopar.api": ("compile", "verify"),
+    "autopar.api": ("compile", "load_checkpoint", "save_checkpoint", "verify"),
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),

@@ -18,6 +18,7 @@ import torch
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.errors import ConfigError
 from autopar.plan.types import Plan
+from autopar.runtime.checkpoint_api import CheckpointApi
 from autopar.runtime.gathering import full_state, load_state
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.session import Session
@@ -162,6 +163,7 @@ def extend(model: torch.nn.Module, state: CompiledState) -> None:
 
     if state.own_forward is not None:  # it was bound already: its signature has no self
         compiled_forward.__signature__ = _with_self(state.own_forward)  # type: ignore[attr-defined]
+    CheckpointApi(running_session).route()
     names: dict[str, object] = {
         "forward": compiled_forward,
         "__module__": base.__module__,
@@ -217,6 +219,11 @@ def _call(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str,
     if state.session is None:
         state.session = state.launch(model, call)
     return state.session.call(model, call, with_loss=with_loss)
+
+
+def running_session(model: torch.nn.Module) -> Session | None:
+    """The session of a compiled model that runs here; None for any other module."""
+    return state_of(model).session if is_compiled(model) else None
 
 
 def _session(model: torch.nn.Module) -> Session:
