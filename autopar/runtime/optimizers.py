@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import ConfigError
+from autopar.runtime.adafactor import route_adafactor
 from autopar.runtime.optimizer_state import (
     GroupNames,
     StateDict,
@@ -76,6 +77,7 @@ class OptimizerGuard:
         handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, handle.remove)
         weakref.finalize(self, watch_optimizers(on_group, filler))
+        route_adafactor()
 
     def replace(
         self,

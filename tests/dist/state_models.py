@@ -25,6 +25,7 @@ class Everything(torch.nn.Module):
     def __init__(self, dropout=0.0, vocab=VOCAB):
         super().__init__()
         self.embed = torch.nn.Embedding(vocab, WIDTH)
+        torch.nn.init.normal_(self.embed.weight, std=0.3)
         self.position = torch.nn.Parameter(torch.randn(LENGTH, WIDTH), requires_grad=False)
         self.first = torch.nn.Linear(WIDTH, 7)
         self.norm = torch.nn.BatchNorm1d(7)
