@@ -34,6 +34,7 @@ from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.pretrained import PretrainedTensors
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
@@ -75,7 +76,7 @@ def compile(  # noqa: PLR0913
     optimizer: str = "adamw",
     outputs: Sequence[str] = (),
     seed: int = 0,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
+    state_dict: Mapping[str, torch.Tensor] | str | Path | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     **constraints: Unpack[ConstraintOptions],
@@ -102,7 +103,8 @@ def compile(  # noqa: PLR0913
         outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
             returns the loss alone.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
-        state_dict: Whole tensors by name in the place of the model's own; may load lazily.
+        state_dict: Whole tensors by name in the place of the model's own; may load lazily. A
+            path is a directory of safetensors files, of which each rank keeps its part.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         constraints: Decisions that are taken already, such as ``pp=2``; see
@@ -114,6 +116,8 @@ def compile(  # noqa: PLR0913
         InfeasibleError: No plan fits the memory.
     """
     _check_arguments(model, on_unknown)
+    if isinstance(state_dict, str | Path):
+        state_dict = PretrainedTensors(Path(state_dict))
     _check_kinds(loss, plan, outputs, seed, state_dict, time_limit_s)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
@@ -175,7 +179,12 @@ def _check_kinds(
         ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
         ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
         ("seed", seed, type(seed) is int, "a whole number"),
-        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors"),
+        (
+            "state_dict",
+            given,
+            isinstance(given, Mapping),
+            "a dict of tensors, or a folder",
+        ),
         ("time_limit_s", limit_s, _is_positive(limit_s), "seconds above 0"),
     ):
         if value is not None and not fits:

@@ -46,7 +46,7 @@ def _for_shards(original: Callable[..., None]) -> Callable[..., None]:
     return update
 
 
-def _update(
+def _update(  # noqa: PLR0913  # the arguments of torch's own
     param: DTensor,
     grad: DTensor,
     row_var: DTensor | None,
