@@ -380,6 +380,40 @@ def _routed(original: Any, is_ours: Any, route: Any) -> Any:
     return routed
 
 
+_RANDOM_WRITES = (
+    "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
+    "random_",
+)  # fmt: skip
+
+
+def intercept_random_writes(write: Any) -> None:
+    """Ask ``write(target, draw)`` before random numbers are written into a ``DTensor``, once.
+
+    ``draw(tensor)`` fills a plain tensor by the same operator. Where ``write`` gives false, torch
+    goes on as ever.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+
+    def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            if write(args[0], lambda plain: operator(plain, *args[1:], **kwargs)):
+                return args[0]
+            handler = handlers.pop(operator)
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                handlers[operator] = handler
+
+    for name in _RANDOM_WRITES:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            handlers.setdefault(getattr(packet, overload), handle)
+
+
 def watch_optimizers(observer: Any, fill: Any) -> Any:
     """Call ``observer(optimizer)`` after an optimizer was given a parameter group.
 

@@ -29,6 +29,7 @@ from autopar.errors import ConfigError
 from autopar.runtime.optimizer_state import StateDict, empty_state, own_groups
 from autopar.runtime.session import Session
 from autopar.runtime.surgery import Residents
+from autopar.runtime.writes import take_up_writes
 
 _MODEL, _OPTIMIZER, _COUNTERS, _EXTRA = "model", "optim", "autopar", "extra"
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
@@ -130,6 +131,7 @@ def tensors_of(residents: Residents, names: Mapping[str, object] | None) -> dict
         residents: What lives in the module.
         names: Take one name of each tensor, one of these; None for all names of each.
     """
+    take_up_writes(residents)
     held = {item.spec.name: item.parameter.detach() for item in residents.store}
     held |= {n: residents.buffers[n] for n in residents.saved_order if n in residents.buffers}
     result: dict[str, torch.Tensor] = {}

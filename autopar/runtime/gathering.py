@@ -15,6 +15,7 @@ from autopar.plan.types import MeshShape
 from autopar.runtime.parameters import StoredParameter, local_part, whole_tensor
 from autopar.runtime.place import Place
 from autopar.runtime.surgery import Residents
+from autopar.runtime.writes import take_up_writes
 from autopar.sharding.programs import LocalPrograms
 
 
@@ -53,6 +54,7 @@ def whole_tensors(
 
     Every rank must iterate to the end; only rank 0 is given something, or all if ``everywhere``.
     """
+    take_up_writes(residents)
     for name, spec in residents.store.every.items():
         item = residents.store.get(name)
         whole = None if item is None else _whole(item)
@@ -111,6 +113,7 @@ def load_state(
     Raises:
         ConfigError: A shape differs, or names do not match and ``strict`` is set.
     """
+    take_up_writes(residents)
     missing, unexpected = _name_differences(residents, given)
     if strict and (missing or unexpected):  # before anything is written
         raise ConfigError(

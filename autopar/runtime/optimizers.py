@@ -18,7 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import ConfigError
+from autopar.plan.types import Plan
 from autopar.runtime.adafactor import route_adafactor
+from autopar.runtime.optimizer_memory import check_memory
 from autopar.runtime.optimizer_state import (
     GroupNames,
     StateDict,
@@ -31,8 +33,6 @@ from autopar.runtime.parameters import ParameterStore
 from autopar.torch_compat import watch_optimizers
 
 logger = logging.getLogger(__name__)
-
-_STATES_OF = {"adamw": ("Adam", "AdamW"), "adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
 
 
 class OptimizerGuard:
@@ -58,6 +58,7 @@ class OptimizerGuard:
         self._shared = weakref.WeakKeyDictionary()
         self._count = 0
         self._is_distributed = False
+        self._plan: Plan | None = None
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -83,6 +84,7 @@ class OptimizerGuard:
         self,
         old: Mapping[str, torch.nn.Parameter],
         store: ParameterStore,
+        plan: Plan | None = None,
         *,
         distributed: bool = False,
     ) -> None:
@@ -91,10 +93,12 @@ class OptimizerGuard:
         Args:
             old: The user's own parameters.
             store: This rank's.
+            plan: What an optimizer's memory is compared with.
             distributed: Whether other ranks hold parameters too.
         """
         self._store = store
         self._is_distributed = distributed
+        self._plan = plan
         self._names = store.by_identity()
         if not len(store):
             self.filler = torch.nn.Parameter(torch.zeros(1))
@@ -116,7 +120,8 @@ class OptimizerGuard:
             self._named[optimizer] = self._count
             self._count += 1
             name_state(optimizer, weakref.ref(self))
-            self._check_kind(optimizer)
+            if self._plan is not None:
+                check_memory(optimizer, self._priced, self._plan, self.store.every.values())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Re-point or refuse an optimizer with stale parameters.
@@ -211,18 +216,6 @@ class OptimizerGuard:
             if labels is not None:
                 labels[:] = kept_labels
         logger.info("optimizer %s now holds the compiled model's parameters", type(optimizer))
-
-    def _check_kind(self, optimizer: Optimizer) -> None:
-        kinds = _STATES_OF.get(self._priced.lower(), (self._priced,))
-        kind = type(optimizer).__name__
-        if kind.lower() not in {name.lower() for name in kinds}:
-            logger.warning(
-                "optimizer %s is used, memory was priced for %r; pass optimizer=%r to "
-                "autopar.compile()",
-                kind,
-                self._priced,
-                kind.lower(),
-            )
 
 
 def name_state(optimizer: Optimizer, guard: weakref.ref[OptimizerGuard]) -> None:

@@ -45,6 +45,7 @@ from autopar.runtime.variants import (
     make_variant,
     transfer,
 )
+from autopar.runtime.writes import draw_whole, take_up_writes
 from autopar.sharding.programs import LocalPrograms
 
 T = TypeVar("T")
@@ -122,6 +123,7 @@ class Session:
         )
         if place.is_distributed:
             route_clipping(self.norm)
+            draw_whole(residents.store, in_stages=plan.mesh.pp > 1)
         self._driver = driver
         self._guard = guard  # lives as long as the session: its hooks end with it
         self._uncompiled = uncompiled
@@ -152,6 +154,7 @@ class Session:
         if difference:
             raise InputError(difference)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
+        take_up_writes(self.residents)
         self._check_frozen()
         self.step += 1
         return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
