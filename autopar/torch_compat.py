@@ -414,6 +414,20 @@ def intercept_random_writes(write: Any) -> None:
             handlers.setdefault(getattr(packet, overload), handle)
 
 
+def _place_of_filler(params: list[Any]) -> list[Any] | None:
+    """The list that an optimizer without parameters would need one in; None if it has some."""
+    for group in params:
+        if not isinstance(group, dict):
+            return None
+        held = group["params"]
+        if hasattr(held, "__next__"):
+            group["params"] = held = list(held)
+        if not isinstance(held, list) or held:
+            return None
+    found: list[Any] = params[0]["params"] if params else params
+    return found
+
+
 def watch_optimizers(observer: Any, fill: Any) -> Any:
     """Call ``observer(optimizer)`` after an optimizer was given a parameter group.
 
@@ -441,8 +455,10 @@ def watch_optimizers(observer: Any, fill: Any) -> Any:
         def watched_init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
             if hasattr(params, "__iter__") and not hasattr(params, "shape"):
                 params = list(params)
-                fillers = [filler() for _, filler in watchers] if not params else []
-                params.extend([found for found in fillers if found is not None][:1])
+                place = _place_of_filler(params)
+                if place is not None:
+                    fillers = [filler() for _, filler in watchers]
+                    place.extend([found for found in fillers if found is not None][-1:])
             init(self, params, defaults)
 
         methods.add_param_group, methods.__init__ = watched_add, watched_init

@@ -87,14 +87,9 @@ class GradientNorm:
             )
         return total
 
-    def owns_gradient(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of the tensors is the gradient of a parameter of this model."""
-        mine = {id(gradient) for gradient in self._gradients()}
-        return any(id(tensor) in mine for tensor in tensors)
-
-    def owns_parameter(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of the tensors is a parameter of this model."""
-        mine = self._store.by_identity()
+    def owns(self, tensors: Iterable[torch.Tensor], of_gradients: bool) -> bool:
+        """Whether any of the tensors is a parameter of this model, or the gradient of one."""
+        mine = set(map(id, self._gradients())) if of_gradients else self._store.by_identity()
         return any(id(tensor) in mine for tensor in tensors)
 
     def is_empty(self, *, of_gradients: bool) -> bool:
@@ -255,34 +250,31 @@ class _Router:
     ) -> None:
         """In the place of ``torch.nn.utils.clip_grad_value_``."""
         listed = _listed(parameters)
-        if not self._is_ours(listed):
+        if listed and not self._is_ours(listed):  # torch does not take an empty list
             self._torch["clip_grad_value_"](listed, clip_value, foreach)
             return
         for gradient in _gradients_of(listed):
             local_part(gradient).clamp_(-float(clip_value), float(clip_value))
 
     def _is_ours(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return any(model.owns_parameter(parameters) for model in self._models)
+        return any(model.owns(parameters, of_gradients=False) for model in self._models)
 
     def _find(self, tensors: Sequence[torch.Tensor], *, of_gradients: bool) -> GradientNorm | None:
-        models = [model for model in self._models if model.distributed]
-        for model in models:
-            owns = model.owns_gradient if of_gradients else model.owns_parameter
-            if owns(tensors):
-                return model
         if tensors:
-            return None
+            return next((m for m in self._alive() if m.owns(tensors, of_gradients)), None)
         # a rank without parameters: the others wait for it in the reduction
-        if len(models) > 1:
+        if len(self._alive()) > 1:
             gc.collect()  # a dead model lives on in a cycle
-            models = [model for model in self._models if model.distributed]
-        empty = [model for model in models if model.is_empty(of_gradients=of_gradients)]
+        empty = [m for m in self._alive() if m.is_empty(of_gradients=of_gradients)]
         if len(empty) > 1:
             raise ConfigError(
                 f"clip_grad_norm_ was given no gradients on rank {dist.get_rank()} and "
                 f"{len(empty)} compiled models are alive; call model.clip_grad_norm_(max_norm)"
             )
         return empty[0] if empty else None
+
+    def _alive(self) -> list[GradientNorm]:
+        return [model for model in self._models if model.distributed]
 
 
 _ROUTER = _Router()

@@ -42,8 +42,9 @@ class OptimizerGuard:
         priced: Optimizer that the plan's memory was priced for, such as ``"adamw"``.
 
     Attributes:
-        filler: On a rank without parameters: what an optimizer gets in their place, since torch
-            refuses an empty one. Nothing reads it, and it is in no state dict.
+        filler: Where other ranks may have parameters that an optimizer is built for and this rank
+            has none of them: what it gets in their place, since torch refuses an empty one.
+            Nothing reads it, and it is in no state dict.
     """
 
     def __init__(self, priced: str) -> None:
@@ -100,7 +101,7 @@ class OptimizerGuard:
         self._is_distributed = distributed
         self._plan = plan
         self._names = store.by_identity()
-        if not len(store):
+        if distributed and (not len(store) or (plan is not None and plan.mesh.pp > 1)):
             self.filler = torch.nn.Parameter(torch.zeros(1))
             self.filler.grad = torch.zeros(1)  # a gradient scaler wants to have seen one
             self._names[id(self.filler)] = ""

@@ -15,7 +15,9 @@ OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=1e-3, weight_decay=0.1),
     "adamw-foreach": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=1e-3, foreach=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05, weight_decay=0.1),
+    "adafactor": lambda groups: torch.optim.Adafactor(
+        groups, lr=0.05, eps=(1e-2, 1e-3), weight_decay=0.1  # above the noise of a zero gradient
+    ),
 }
 
 
