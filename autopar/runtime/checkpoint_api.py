@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ConfigError
-from autopar.runtime.gathering import full_state, load_state
+from autopar.runtime.gathering import IncompatibleKeys, check_names, full_state, load_state
 from autopar.runtime.optimizer_state import StateDict
 from autopar.runtime.parameters import whole_tensor
 from autopar.torch_compat import StateDictApi, route_state_dict_api
@@ -107,7 +107,7 @@ class CheckpointApi:
         for path, value in _broadcast(state_dict, session.place.device):
             names.append(path[0])
             load_state(session.residents, {path[0]: value}, strict=False)
-        return model.load_state_dict(_NamesOnly(names), strict=info.strict)
+        return IncompatibleKeys(*check_names(session.residents, names, strict=info.strict))
 
     # ------------------------------------------------------------ optimizers
     def get_optimizer(
@@ -167,13 +167,6 @@ class CheckpointApi:
                 "from model.parameters()"
             )
         self._api().start_optimizer(optimizer)
-
-
-class _NamesOnly(dict[str, torch.Tensor]):
-    """A state dict that was loaded already: only its names are to be checked."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__(dict.fromkeys(names, torch.empty(0)))
 
 
 def _check_complete(state_dict: StateDict, optimizer: Optimizer, session: Session) -> None:

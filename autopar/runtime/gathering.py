@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,13 @@ from autopar.runtime.place import Place
 from autopar.runtime.surgery import Residents
 from autopar.runtime.writes import take_up_writes
 from autopar.sharding.programs import LocalPrograms
+
+
+class IncompatibleKeys(NamedTuple):
+    """Keys that ``load_state_dict`` missed, and those it did not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def full_state(
@@ -114,12 +122,7 @@ def load_state(
         ConfigError: A shape differs, or names do not match and ``strict`` is set.
     """
     take_up_writes(residents)
-    missing, unexpected = _name_differences(residents, given)
-    if strict and (missing or unexpected):  # before anything is written
-        raise ConfigError(
-            f"load_state_dict: missing {missing}, unexpected {unexpected}; give the state dict of "
-            "this model, or pass strict=False"
-        )
+    missing, unexpected = check_names(residents, given, strict=strict)  # before any write
     with torch.no_grad():
         for item in residents.store:
             value = _find(residents.names[item.spec.name], given)
@@ -134,19 +137,27 @@ def load_state(
     return missing, unexpected
 
 
-def _name_differences(
-    residents: Residents, given: Mapping[str, torch.Tensor]
+def check_names(
+    residents: Residents, given: Collection[str], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Missing and unexpected names: of the whole model if anything of another stage is given."""
+    """Missing and unexpected names: of the whole model if anything of another stage is given.
+
+    Raises:
+        ConfigError: There are some and ``strict`` is set.
+    """
     every = [*residents.store.every, *residents.saved_order]
     here = {item.spec.name for item in residents.store} | set(residents.buffers)
     given_names = {name for name in every if any(alias in given for alias in residents.names[name])}
     wanted = every if given_names - here else [name for name in every if name in here]
     known = {alias for names in residents.names.values() for alias in names}
-    return (
-        [name for name in wanted if name not in given_names],
-        [name for name in given if name not in known],
-    )
+    missing = [name for name in wanted if name not in given_names]
+    unexpected = [name for name in given if name not in known]
+    if strict and (missing or unexpected):
+        raise ConfigError(
+            f"load_state_dict: missing {missing}, unexpected {unexpected}; give the state dict of "
+            "this model, or pass strict=False"
+        )
+    return missing, unexpected
 
 
 def _check_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> None:

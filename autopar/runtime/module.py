@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from autopar.capture.calls import ModelCall, bind_call
 from autopar.errors import ConfigError
 from autopar.plan.types import Plan
 from autopar.runtime.checkpoint_api import CheckpointApi
-from autopar.runtime.gathering import full_state, load_state
+from autopar.runtime.gathering import IncompatibleKeys, full_state, load_state
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.pretrained import check_export_options, check_whole
 from autopar.runtime.pretrained import load as load_directory
@@ -39,13 +39,6 @@ _NO_COPY = (
 
 Launch = Callable[[torch.nn.Module, ModelCall], Session]
 """Capture and plan a first call, and make it ready to run; raises where it can't run."""
-
-
-class IncompatibleKeys(NamedTuple):
-    """Keys that ``load_state_dict`` missed, and those it did not know."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 @dataclass(slots=True, kw_only=True)

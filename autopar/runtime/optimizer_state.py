@@ -81,9 +81,23 @@ def to_names(
 
 
 def to_positions(
-    optimizer: Optimizer, state_dict: StateDict, names: Mapping[int, str], store: ParameterStore
+    optimizer: Optimizer,
+    state_dict: StateDict,
+    names: Mapping[int, str],
+    store: ParameterStore,
+    wanted: GroupNames,
+    *,
+    in_stages: bool,
 ) -> StateDict:
     """A state dict with names as torch's ``load_state_dict`` wants it.
+
+    Args:
+        optimizer: Is to take it up.
+        state_dict: With names, or with positions where these say something.
+        names: ``id`` of each parameter -> name; "" for one that is in no state dict.
+        store: This rank's parameters.
+        wanted: Names of each group over all ranks, so that all of them refuse alike.
+        in_stages: Whether ranks hold different parameters, so that positions say nothing.
 
     Raises:
         ConfigError: It has other groups or other parameters, or is keyed by position where
@@ -93,13 +107,22 @@ def to_positions(
     listed = [set(_listed(group)) for group in groups]
     known = set().union(*listed) if listed else set()
     if known and not any(isinstance(key, str) for key in known):
-        _check_positions(len(known), optimizer, store)
-        return state_dict
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_positions(len(known), len(held), in_stages=in_stages)
+        items = [store.get(names.get(id(parameter), "")) for parameter in held]
+        return {
+            **state_dict,
+            "state": {k: _cut_all(v, items[int(str(k))]) for k, v in state.items()},
+        }
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(
             f"optimizer state dict has {len(groups)} parameter groups, the optimizer has "
             f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
         )
+    for index, group_names in enumerate(wanted):
+        for name in group_names:
+            if _alias_in(listed[index], name, store) is None:
+                raise ConfigError(_misplaced(name, index, listed))
     position = 0
     new_groups: list[StateDict] = []
     new_state: dict[object, object] = {}
@@ -108,12 +131,9 @@ def to_positions(
         for parameter in group["params"]:
             name = names.get(id(parameter), str(position))
             item = store.get(name)
-            saved_name = _alias_in(listed[index], name, store)
-            if name and saved_name is None:
-                raise ConfigError(_misplaced(name, index, listed))
-            values = state.get(saved_name)
-            if isinstance(values, Mapping):
-                new_state[position] = {key: cut(value, item) for key, value in values.items()}
+            values = state.get(_alias_in(listed[index], name, store))
+            if values is not None:
+                new_state[position] = _cut_all(values, item)
             position += 1
         kept = {key: value for key, value in saved.items() if key != "param_names"}
         new_groups.append({**kept, "params": list(range(first, position))})
@@ -153,15 +173,20 @@ def _misplaced(name: str, index: int, listed: Sequence[set[object]]) -> str:
     )
 
 
-def _check_positions(count: int, optimizer: Optimizer, store: ParameterStore) -> None:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if count != held or len(store) != len(store.every):
+def _check_positions(count: int, held: int, *, in_stages: bool) -> None:
+    if count != held or in_stages:
         raise ConfigError(
-            f"optimizer state dict is keyed by position ({count} parameters; this rank holds "
-            f"{held} of {len(store.every)}), and positions mean other parameters on another "
-            "stage; get it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, "
-            "which keys it by name"
+            f"optimizer state dict is keyed by position ({count} parameters; this rank's optimizer "
+            f"has {held}), and positions mean other parameters on another stage; get it by "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which keys it by "
+            "name"
         )
+
+
+def _cut_all(values: object, item: StoredParameter | None) -> object:
+    """All of one parameter's state; see :func:`cut`."""
+    assert isinstance(values, Mapping)
+    return {key: cut(value, item) for key, value in values.items()}
 
 
 def cut(value: object, item: StoredParameter | None) -> object:
@@ -170,8 +195,10 @@ def cut(value: object, item: StoredParameter | None) -> object:
     A whole tensor of the parameter's shape is cut to this rank's block. One of another shape, such
     as a row or a column of second moments, is kept whole on every rank of the stage.
     """
-    if item is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if item is None or not isinstance(value, torch.Tensor):
         return value
+    if value.dim() == 0:  # a step count: two optimizers must not count in one tensor
+        return value.clone()
     parameter = item.parameter
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -188,6 +188,13 @@ class OptimizerGuard:
             parts = [table[number] for table in every if number in table]
             self._shared[optimizer] = (mine[number], merge_groups(parts, order))
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks hold different parameters."""
+        if self._plan is None:
+            return False
+        return self._plan.mesh.pp > 1 or self._plan.mesh.num_ranks < self._plan.num_devices
+
     def _holds_stale(self, optimizer: Optimizer) -> bool:
         return any(p in self._stale for group in optimizer.param_groups for p in group["params"])
 
@@ -232,7 +239,10 @@ def name_state(optimizer: Optimizer, guard: weakref.ref[OptimizerGuard]) -> None
         current = guard()
         if current is None:
             return None
-        return to_positions(owner, state_dict, current.names, current.store)
+        return to_positions(
+            owner, state_dict, current.names, current.store, current.groups(owner),
+            in_stages=current.in_stages,
+        )  # fmt: skip
 
     optimizer.register_state_dict_post_hook(after_save)
     optimizer.register_load_state_dict_pre_hook(before_load)

@@ -24,7 +24,7 @@ OPTIMIZERS = {
 class Everything(torch.nn.Module):
     """A tied weight, odd sizes, buffers, a frozen and an unused parameter, dropout."""
 
-    def __init__(self, dropout=0.0, vocab=VOCAB):
+    def __init__(self, dropout=0.0, vocab=VOCAB, unused=True):
         super().__init__()
         self.embed = torch.nn.Embedding(vocab, WIDTH)
         torch.nn.init.normal_(self.embed.weight, std=0.3)
@@ -33,7 +33,8 @@ class Everything(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(7)
         self.drop = torch.nn.Dropout(dropout)
         self.second = torch.nn.Linear(7, WIDTH)
-        self.spare = torch.nn.Parameter(torch.ones(3))
+        if unused:
+            self.spare = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("scale", torch.tensor([1.5]))
         self.head = torch.nn.Linear(WIDTH, vocab, bias=False)
         self.head.weight = self.embed.weight
@@ -47,9 +48,9 @@ class Everything(torch.nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def build(dropout=0.0, seed=0, vocab=VOCAB):
+def build(dropout=0.0, seed=0, vocab=VOCAB, unused=True):
     torch.manual_seed(seed)
-    model = Everything(dropout, vocab).train()
+    model = Everything(dropout, vocab, unused).train()
     return model, batch_of(0, vocab)
 
 
@@ -59,9 +60,9 @@ def batch_of(step, vocab=VOCAB):
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
-def compiled(mesh, *, dropout=0.0, zero=0, seed=0, vocab=VOCAB, model_seed=0, **options):
+def compiled(mesh, *, dropout=0.0, zero=0, seed=0, vocab=VOCAB, model_seed=0, unused=True, **options):
     """The model compiled under a hand-made plan for ``mesh``, and its eager twin."""
-    model, batch = build(dropout, model_seed, vocab)
+    model, batch = build(dropout, model_seed, vocab, unused)
     twin = copy.deepcopy(model)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     plan = hand_made_plan(
