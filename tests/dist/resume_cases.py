@@ -10,10 +10,10 @@ import torch
 
 import autopar
 from autopar.plan.types import MeshShape
-from tests.dist.state_models import OPTIMIZERS, compiled, optimizer_of, train
+from tests.dist.state_models import compiled, optimizer_of, train
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-BEFORE, AFTER = 3, 5
+BEFORE, AFTER, DROPOUT = 3, 5, 0.25
 PLANS = {
     "pp2-dp2-zero1": (MeshShape(pp=2, dp=2), 1, 0),
     "tp4": (MeshShape(tp=4), 0, 1),
@@ -22,6 +22,7 @@ PLANS = {
     "dp2-zero3": (MeshShape(dp=2), 3, 0),
     "tp2": (MeshShape(tp=2), 0, 3),
     "pp2": (MeshShape(pp=2), 0, 0),
+    "dp3-zero2": (MeshShape(dp=3), 2, 0),
     "pp3": (MeshShape(pp=3), 0, 0),
     "dp4-tp2": (MeshShape(dp=4, tp=2), 2, 2),
     "one": (MeshShape(), 0, 0),
@@ -32,7 +33,7 @@ def start(plan, kind, *, dropout):
     mesh, zero, seed = PLANS[plan]
     # other weights and another seed than the saved run: a load that did nothing would show
     model, _ = compiled(mesh, zero=zero, seed=seed, dropout=dropout, model_seed=5 * (WORLD < 4))
-    return model, *optimizer_of(kind, model)
+    return model, *optimizer_of(kind.removesuffix("-again"), model)
 
 
 def save(folder, plan, kind, dropout):
@@ -56,14 +57,14 @@ def resume(folder, plan, kind, dropout, again=""):
     return train(model, optimizer, scheduler, AFTER, first=rest["next_step"])
 
 
-def run_all(folder, do, plans, again=""):
+def run_all(folder, do, plans, kinds, again=""):
     found = {}
-    for kind in (os.environ.get("KINDS") or ",".join(OPTIMIZERS)).split(","):
+    for kind in kinds:
         for plan in plans:
             found[f"{kind}/{plan}"] = (
-                save(folder, plan, kind, 0.25)
+                save(folder, plan, kind, DROPOUT)
                 if do == "save"
-                else resume(folder, plan, kind, 0.25, again and f"{again}-{kind}")
+                else resume(folder, plan, kind, DROPOUT, again and f"{kind}-{again}")
             )
     if RANK == 0:
         (Path(folder) / f"{do}-{WORLD}.json").write_text(json.dumps(found))
@@ -72,6 +73,6 @@ def run_all(folder, do, plans, again=""):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("autopar").setLevel(logging.ERROR)
-    do, where, names, *rest = sys.argv[1:]
-    run_all(where, do, names.split(","), *rest)
+    do, where, plans, kinds, *rest = sys.argv[1:]
+    run_all(where, do, plans.split(","), kinds.split(","), *rest)
     sys.stdout.write("passed\n")
