@@ -67,7 +67,7 @@ def test_plain_torch_opens_a_checkpoint_and_goes_on(tmp_path):
 
 
 def test_a_job_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    model, optimizer, scheduler = trained()
+    model, optimizer, _ = trained()
     path = tmp_path / "c"
     autopar.save_checkpoint(path, model, optimizer, step=1)
     write = checkpoint.save_state
@@ -130,3 +130,60 @@ def test_an_optimizer_of_another_model_is_not_saved_with_this_one(tmp_path):
     _, other, _ = trained()
     with pytest.raises(ConfigError, match="holds no parameters of this compiled model"):
         autopar.save_checkpoint(tmp_path / "c", model, other)
+
+
+class Rows:
+    """A loader that knows where it is."""
+
+    def __init__(self, seen):
+        self.position, self.seen = 0, seen
+
+    def __iter__(self):
+        while self.position < 9:
+            self.seen.append(self.position)
+            self.position += 1
+            yield batch_of(self.seen[-1])
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_a_loader_goes_on_where_the_checkpoint_was_taken_and_no_row_is_lost_or_seen_twice(tmp_path):
+    seen, losses = [], []
+
+    def run(stop=None):
+        loader = Rows(seen)
+        model, _ = compiled(ALONE, dropout=0.2, model_seed=len(seen))
+        optimizer, scheduler = optimizer_of("adamw", model)
+        if (tmp_path / "c").exists():
+            autopar.load_checkpoint(
+                tmp_path / "c", model, optimizer, scheduler=scheduler, loader=loader
+            )
+            del seen[loader.position :], losses[loader.position :]  # done again from there
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if loader.position in (2, 4, 6):
+                extra = {"scheduler": scheduler, "loader": loader}
+                autopar.save_checkpoint(tmp_path / "c", model, optimizer, **extra)
+            if loader.position == stop:
+                return  # killed at step 5: the last checkpoint is of step 4
+
+    run(stop=5)
+    assert seen == [0, 1, 2, 3, 4]
+    run()
+    assert seen == list(range(9))
+    broken = list(losses)
+    for file in (tmp_path / "c").iterdir():
+        file.unlink()
+    (tmp_path / "c").rmdir()
+    seen.clear(), losses.clear()
+    run()
+    assert broken == losses

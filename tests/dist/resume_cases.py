@@ -22,7 +22,7 @@ PLANS = {
     "dp2-zero3": (MeshShape(dp=2), 3, 0),
     "tp2": (MeshShape(tp=2), 0, 3),
     "pp2": (MeshShape(pp=2), 0, 0),
-    "dp3-zero2": (MeshShape(dp=3), 2, 0),
+    "tp3": (MeshShape(tp=3), 0, 2),
     "pp3": (MeshShape(pp=3), 0, 0),
     "dp4-tp2": (MeshShape(dp=4, tp=2), 2, 2),
     "one": (MeshShape(), 0, 0),
