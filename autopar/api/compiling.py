@@ -34,7 +34,7 @@ from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
-from autopar.runtime.pretrained import PretrainedTensors
+from autopar.runtime.pretrained import opened
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
@@ -103,8 +103,7 @@ def compile(  # noqa: PLR0913
         outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
             returns the loss alone.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
-        state_dict: Whole tensors by name in the place of the model's own; may load lazily. A
-            path is a directory of safetensors files, of which each rank keeps its part.
+        state_dict: Whole tensors by name for the model's own; or a path, of safetensors files.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         constraints: Decisions that are taken already, such as ``pp=2``; see
@@ -116,9 +115,7 @@ def compile(  # noqa: PLR0913
         InfeasibleError: No plan fits the memory.
     """
     _check_arguments(model, on_unknown)
-    if isinstance(state_dict, str | Path):
-        state_dict = PretrainedTensors(Path(state_dict))
-    _check_kinds(loss, plan, outputs, seed, state_dict, time_limit_s)
+    _check_kinds(loss, plan, outputs, seed, given := opened(state_dict), time_limit_s)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
@@ -129,7 +126,7 @@ def compile(  # noqa: PLR0913
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
-        given=state_dict,
+        given=given,
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
@@ -141,7 +138,7 @@ def compile(  # noqa: PLR0913
         takes_batch=takes_batch and loss is not None,
         report=render_plan,
     )
-    _check_names(model, state_dict)
+    _check_names(model, given)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
@@ -179,12 +176,7 @@ def _check_kinds(
         ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
         ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
         ("seed", seed, type(seed) is int, "a whole number"),
-        (
-            "state_dict",
-            given,
-            isinstance(given, Mapping),
-            "a dict of tensors, or a folder",
-        ),
+        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors, or a path"),
         ("time_limit_s", limit_s, _is_positive(limit_s), "seconds above 0"),
     ):
         if value is not None and not fits:

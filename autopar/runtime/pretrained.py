@@ -83,6 +83,13 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
             ) from error
 
 
+def opened(
+    state_dict: Mapping[str, torch.Tensor] | str | Path | None,
+) -> Mapping[str, torch.Tensor] | None:
+    """A state dict as it is; the path of a directory as the tensors in it."""
+    return PretrainedTensors(Path(state_dict)) if isinstance(state_dict, str | Path) else state_dict
+
+
 def _index(folder: Path) -> dict[str, str]:
     """Tensor -> file by the directory's index; empty without one."""
     _library()
