@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from autopar._siblings import check_siblings
 
 if TYPE_CHECKING:
-    from autopar.api import TrainerMixin, as_one_worker, compile, shard_loader, verify
+    from autopar.api import (
+        TrainerMixin,
+        as_one_worker,
+        compile,
+        load_checkpoint,
+        save_checkpoint,
+        shard_loader,
+        verify,
+    )
     from autopar.cluster import Cluster
     from autopar.errors import (
         AutoparError,
@@ -53,16 +61,26 @@ __all__ = [
     "__version__",
     "as_one_worker",
     "compile",
+    "load_checkpoint",
     "load_plan",
     "plan_hash",
     "register_op",
+    "save_checkpoint",
     "save_plan",
     "shard_loader",
     "verify",
 ]
 
 _HOMES = {
-    "autopar.api": ("TrainerMixin", "as_one_worker", "compile", "shard_loader", "verify"),
+    "autopar.api": (
+        "TrainerMixin",
+        "as_one_worker",
+        "compile",
+        "load_checkpoint",
+        "save_checkpoint",
+        "shard_loader",
+        "verify",
+    ),
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),

@@ -303,24 +303,149 @@ FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"
 """What ``DistributedDataParallel`` looks up on a module before it does anything to it."""
 
 
-def total_norm_helper() -> Any:
-    """The function that ``torch.nn.utils.clip_grad_norm_`` looks up to compute the norm."""
+def clipping_functions() -> dict[str, Any]:
+    """The functions of ``torch.nn.utils`` that clip gradients, as they are now, by their names."""
     from torch.nn.utils import clip_grad
 
-    return clip_grad._get_total_norm
+    names = ("_get_total_norm", "_clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_")
+    return {name: getattr(clip_grad, name).__closure__[0].cell_contents for name in names}
 
 
-def replace_total_norm_helper(helper: Any) -> None:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` call ``helper`` instead.
+def replace_clipping_functions(functions: dict[str, Any]) -> None:
+    """Make ``torch.nn.utils.clip_grad_norm_`` and its like run ``functions`` instead.
 
-    The function is looked up in its module when it is called: whoever imported
-    ``clip_grad_norm_`` earlier gets the new helper too.
+    Each of them is a wrapper that holds what it runs in a closure. What is held is replaced, and
+    not the name: whoever imported one earlier, under whatever name, gets the new one too.
+    """
+    from torch.nn.utils import clip_grad
+
+    for name, function in functions.items():
+        getattr(clip_grad, name).__closure__[0].cell_contents = function
+
+
+def replace_adafactor_updates(make: Any) -> None:
+    """Replace the two functions that compute Adafactor's update by ``make(original)``, once."""
+    from torch.optim import _adafactor as module
+
+    for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
+        original = getattr(module, name)
+        if not hasattr(original, "autopar_original"):
+            replacement = make(original)
+            replacement.autopar_original = original
+            setattr(module, name, replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictApi:
+    """What stands behind ``torch.distributed.checkpoint.state_dict``.
+
+    Attributes:
+        start_optimizer: Gives an optimizer zero state by a step with learning rate 0.
+        flatten_optimizer: Nested state dict of an optimizer -> keys joined by dots.
+        offload: State dict -> the same with whole or local tensors on the CPU, by its options.
+    """
+
+    start_optimizer: Any
+    flatten_optimizer: Any
+    offload: Any
+
+
+def route_state_dict_api(is_ours: Any, routes: dict[str, Any]) -> StateDictApi:
+    """Answer torch's calls to get and set state dicts ourselves for some models.
+
+    Args:
+        is_ours: ``is_ours(model)``: whether to answer for this model.
+        routes: ``"get_model"``, ``"set_model"``, ``"get_optimizer"``, ``"set_optimizer"`` ->
+            function with the arguments of torch's own and that one before them.
+    """
+    from torch.distributed.checkpoint import state_dict as module
+
+    api: Any = module
+    names = {
+        "get_model": "_get_model_state_dict",
+        "set_model": "_load_model_state_dict",
+        "get_optimizer": "_get_optim_state_dict",
+        "set_optimizer": "_load_optim_state_dict",
+    }
+    if not hasattr(api._verify_options, "autopar_original"):
+        for key, name in names.items():
+            setattr(api, name, _routed(getattr(api, name), is_ours, routes[key]))
+        options, check = api._verify_options, api._verify_state_dict
+
+        @functools.wraps(options)
+        def verify_options(model: Any, *args: Any, **kwargs: Any) -> Any:
+            info = options(model, *args, **kwargs)
+            info.autopar_model = is_ours(model)
+            return info
+
+        @functools.wraps(check)
+        def verify_state_dict(model_state: Any, optimizer_state: Any, info: Any) -> None:
+            if not info.autopar_model:  # a rank of ours may have nothing to save
+                check(model_state, optimizer_state, info)
+
+        verify_options.autopar_original = options  # type: ignore[attr-defined]
+        api._verify_options, api._verify_state_dict = verify_options, verify_state_dict
+    return StateDictApi(
+        api._init_optim_state, api._flatten_optim_state_dict, api._maybe_full_or_cpu_state_dict
+    )
+
+
+def _routed(original: Any, is_ours: Any, route: Any) -> Any:
+    @functools.wraps(original)
+    def routed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(model):
+            return route(original, model, *args, **kwargs)
+        return original(model, *args, **kwargs)
+
+    return routed
+
+
+_RANDOM_WRITES = (
+    "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
+    "random_",
+)  # fmt: skip
+
+
+def intercept_random_writes(write: Any) -> None:
+    """Ask ``write(target, draw)`` before random numbers are written into a ``DTensor``, once.
+
+    ``draw(tensor)`` fills a plain tensor by the same operator. Where ``write`` gives false, torch
+    goes on as ever.
     """
     import torch
-    from torch.nn.utils import clip_grad
+    from torch.distributed.tensor import DTensor
 
-    clip_grad._get_total_norm = helper
-    torch.nn.utils.get_total_norm = helper
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+
+    def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            if write(args[0], lambda plain: operator(plain, *args[1:], **kwargs)):
+                return args[0]
+            handler = handlers.pop(operator)
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                handlers[operator] = handler
+
+    for name in _RANDOM_WRITES:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            handlers.setdefault(getattr(packet, overload), handle)
+
+
+def _place_of_filler(params: list[Any]) -> list[Any] | None:
+    """The list that an optimizer without parameters would need one in; None if it has some."""
+    for group in params:
+        if not isinstance(group, dict):
+            return None
+        held = group["params"]
+        if hasattr(held, "__next__"):
+            group["params"] = held = list(held)
+        if not isinstance(held, list) or held:
+            return None
+    found: list[Any] = params[0]["params"] if params else params
+    return found
 
 
 def watch_optimizers(observer: Any, fill: Any) -> Any:
@@ -350,8 +475,10 @@ def watch_optimizers(observer: Any, fill: Any) -> Any:
         def watched_init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
             if hasattr(params, "__iter__") and not hasattr(params, "shape"):
                 params = list(params)
-                fillers = [filler() for _, filler in watchers] if not params else []
-                params.extend([found for found in fillers if found is not None][:1])
+                place = _place_of_filler(params)
+                if place is not None:
+                    fillers = [filler() for _, filler in watchers]
+                    place.extend([found for found in fillers if found is not None][-1:])
             init(self, params, defaults)
 
         methods.add_param_group, methods.__init__ = watched_add, watched_init

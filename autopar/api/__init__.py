@@ -1,7 +1,8 @@
-"""The public calls: :func:`compile`, :func:`plan` and :func:`verify`."""
+"""The doors: ``compile``, ``verify``, checkpoints, and what the command line calls."""
 
 from __future__ import annotations
 
+from autopar.api.checkpointing import load_checkpoint, save_checkpoint
 from autopar.api.compiling import compile, plan
 from autopar.api.hugging_face import TrainerMixin, as_one_worker
 from autopar.api.loading import shard_loader
@@ -12,7 +13,9 @@ __all__ = [
     "VerifyReport",
     "as_one_worker",
     "compile",
+    "load_checkpoint",
     "plan",
+    "save_checkpoint",
     "shard_loader",
     "verify",
 ]

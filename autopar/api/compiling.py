@@ -37,6 +37,7 @@ from autopar.runtime.failure import FailFast
 from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.place import Place
+from autopar.runtime.pretrained import opened
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
@@ -92,7 +93,7 @@ def compile(  # noqa: PLR0913
     optimizer: str = "adamw",
     outputs: Sequence[str] = (),
     seed: int = 0,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
+    state_dict: Mapping[str, torch.Tensor] | str | Path | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
@@ -120,7 +121,7 @@ def compile(  # noqa: PLR0913
         outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
             returns the loss alone.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
-        state_dict: Whole tensors by name in the place of the model's own; may load lazily.
+        state_dict: Whole tensors by name for the model's own; or a path, of safetensors files.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         timeout_s: How long a step may last, other ranks' loading and saving included, before all
@@ -134,7 +135,8 @@ def compile(  # noqa: PLR0913
         InfeasibleError: No plan fits the memory.
     """
     _check_arguments(model, on_unknown)
-    _check_kinds(loss, plan, outputs, seed, state_dict, (time_limit_s, timeout_s))
+    given = opened(state_dict)
+    _check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s))
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
@@ -146,12 +148,12 @@ def compile(  # noqa: PLR0913
         time_limit_s=time_limit_s,
         timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
-        given=state_dict,
+        given=given,
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
     state = _new_state(order, takes_batch=takes_batch)
-    _check_names(model, state_dict)
+    _check_names(model, given)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
@@ -209,7 +211,7 @@ def _check_kinds(
         ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
         ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
         ("seed", seed, type(seed) is int, "a whole number"),
-        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors"),
+        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors, or a path"),
         ("time_limit_s", limits_s[0], _is_positive(limits_s[0]), "seconds above 0"),
         ("timeout_s", limits_s[1], _is_positive(limits_s[1]), "seconds above 0"),
     ):

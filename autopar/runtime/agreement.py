@@ -36,13 +36,19 @@ class Agreement:
 
     Args:
         place: This process.
+
+    Attributes:
+        has_news: Whether any rank had something to tell at the last comparison.
     """
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._seen: set[CallKey] = set()
+        self.has_news = False
 
-    def disagreement(self, key: CallKey, tensors: Mapping[str, torch.Tensor]) -> str:
+    def disagreement(
+        self, key: CallKey, tensors: Mapping[str, torch.Tensor], *, has_news: bool = False
+    ) -> str:
         """In what the ranks' calls differ, the same text on every rank; "" if in nothing.
 
         It is returned and not raised, since every rank knows it: no rank has to be told.
@@ -50,6 +56,8 @@ class Agreement:
         Args:
             key: Shapes, modes and other facts of this rank's call.
             tensors: Its tensors by path.
+            has_news: Whether this rank has something to tell; :attr:`has_news` says afterwards
+                whether any rank has.
         """
         if not self._place.is_distributed:
             return ""
@@ -64,8 +72,9 @@ class Agreement:
         text = repr(sorted(facts.items())).encode()
         digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
         mine = int.from_bytes(digest, "big")
-        both = torch.tensor([mine, -mine], dtype=torch.int64, device=self._device())
+        both = torch.tensor([mine, -mine, has_news], dtype=torch.int64, device=self._device())
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        self.has_news = bool(both[2])
         if int(both[0]) != -int(both[1]):
             return self._difference(facts)
         self._seen.add(key)  # only now: after a refusal all ranks must still agree on what is new

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,43 +13,91 @@ from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import ConfigError
 from autopar.ir.graph import TensorMeta
 from autopar.plan.types import MeshShape
-from autopar.runtime.parameters import StoredParameter, local_part
+from autopar.runtime.parameters import StoredParameter, local_part, whole_tensor
 from autopar.runtime.place import Place
 from autopar.runtime.surgery import Residents
+from autopar.runtime.writes import take_up_writes
 from autopar.sharding.programs import LocalPrograms
 
 
+class IncompatibleKeys(NamedTuple):
+    """Keys that ``load_state_dict`` missed, and those it did not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 def full_state(
-    residents: Residents, programs: LocalPrograms, mesh: MeshShape, place: Place
+    residents: Residents,
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    place: Place,
+    *,
+    everywhere: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by every name, whole, on the CPU of rank 0; else empty."""
+    """Parameters and saved buffers by every name, whole, on the CPU of rank 0; else empty.
+
+    Args:
+        residents: What this rank holds.
+        programs: Say which stages hold a buffer.
+        mesh: Ranks per axis.
+        place: This process.
+        everywhere: Give them to every rank.
+    """
     result: dict[str, torch.Tensor] = {}
+    for name, value in whole_tensors(residents, programs, mesh, place, everywhere=everywhere):
+        result.update(dict.fromkeys(residents.names[name], value))
+    return result
+
+
+def whole_tensors(
+    residents: Residents,
+    programs: LocalPrograms,
+    mesh: MeshShape,
+    place: Place,
+    *,
+    everywhere: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """First name and value of every parameter and saved buffer, one at a time.
+
+    Every rank must iterate to the end; only rank 0 is given something, or all if ``everywhere``.
+    """
+    take_up_writes(residents)
     for name, spec in residents.store.every.items():
         item = residents.store.get(name)
         whole = None if item is None else _whole(item)
         source = mesh.rank_of(mesh.pipeline_rank(spec.owner), 0, 0)
-        value = _to_first(whole, spec.meta, source, place)
+        value = _arrived(whole, spec.meta, source, place, everywhere=everywhere)
         if value is not None:
-            result.update(dict.fromkeys(residents.names[name], value))
+            yield name, value
     for name in residents.saved_order:
         stages = programs.buffer_stages.get(name, ())
         source = mesh.rank_of(mesh.pipeline_rank(min(stages)), 0, 0) if stages else 0
         meta = residents.buffer_metas[name]
-        value = _to_first(residents.buffers.get(name), meta, source, place)
+        held = residents.buffers.get(name)
+        value = _arrived(held, meta, source, place, everywhere=everywhere)
         if value is not None:
-            result.update(dict.fromkeys(residents.names[name], value))
-    return result
+            yield name, value
 
 
 def _whole(item: StoredParameter) -> torch.Tensor:
-    parameter = item.parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole_tensor(item.parameter.detach())
 
 
-def _to_first(
-    whole: torch.Tensor | None, meta: TensorMeta, source: int, place: Place
+def _arrived(
+    whole: torch.Tensor | None, meta: TensorMeta, source: int, place: Place, *, everywhere: bool
 ) -> torch.Tensor | None:
-    """The tensor of rank ``source`` on the CPU of rank 0; None elsewhere."""
+    """The tensor of rank ``source`` on the CPU of rank 0, or of all; None elsewhere."""
+    if not place.is_distributed:
+        return None if whole is None else whole.detach().cpu().clone()
+    if everywhere:
+        if place.rank == source:
+            assert whole is not None
+            value = whole.detach().contiguous().clone()
+        else:
+            value = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype), device=place.device)
+        dist.broadcast(value, source)
+        return value.cpu()
     if source == 0:
         return None if place.rank or whole is None else whole.detach().cpu().clone()
     if place.rank == source:
@@ -72,22 +121,36 @@ def load_state(
     Raises:
         ConfigError: A shape differs, or names do not match and ``strict`` is set.
     """
-    missing: list[str] = []
+    take_up_writes(residents)
+    missing, unexpected = check_names(residents, given, strict=strict)  # before any write
     with torch.no_grad():
         for item in residents.store:
             value = _find(residents.names[item.spec.name], given)
-            if value is None:
-                missing.append(item.spec.name)
-            else:
+            if value is not None:
                 _copy(item, value)
         for name in residents.saved_order:
             held = residents.buffers.get(name)
-            value = _find(residents.names[name], given)
-            if held is not None and value is None:
-                missing.append(name)
-            elif held is not None and value is not None:
-                held.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            value = None if held is None else _find(residents.names[name], given)
+            if held is not None and value is not None:
+                _check_shape(name, value, tuple(held.shape))
+                held.copy_(whole_tensor(value))
+    return missing, unexpected
+
+
+def check_names(
+    residents: Residents, given: Collection[str], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Missing and unexpected names: of the whole model if anything of another stage is given.
+
+    Raises:
+        ConfigError: There are some and ``strict`` is set.
+    """
+    every = [*residents.store.every, *residents.saved_order]
+    here = {item.spec.name for item in residents.store} | set(residents.buffers)
+    given_names = {name for name in every if any(alias in given for alias in residents.names[name])}
+    wanted = every if given_names - here else [name for name in every if name in here]
     known = {alias for names in residents.names.values() for alias in names}
+    missing = [name for name in wanted if name not in given_names]
     unexpected = [name for name in given if name not in known]
     if strict and (missing or unexpected):
         raise ConfigError(
@@ -97,16 +160,21 @@ def load_state(
     return missing, unexpected
 
 
+def _check_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(value.shape) != wanted:
+        raise ConfigError(
+            f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the model has "
+            f"{wanted}; give the state dict of this model"
+        )
+
+
 def _find(names: tuple[str, ...], given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    return next((given[name] for name in names if name in given), None)
+    # as in torch, where every name is copied in turn into the one tensor: the last one stays
+    return next((given[name] for name in reversed(names) if name in given), None)
 
 
 def _copy(item: StoredParameter, value: torch.Tensor) -> None:
-    if tuple(value.shape) != item.spec.meta.shape:
-        raise ConfigError(
-            f"load_state_dict: {item.spec.name!r} has shape {tuple(value.shape)}, the model has "
-            f"{item.spec.meta.shape}; give the state dict of this model"
-        )
+    _check_shape(item.spec.name, value, item.spec.meta.shape)
     parameter = item.parameter
     if isinstance(value, DTensor):
         same = (

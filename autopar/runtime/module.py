@@ -9,32 +9,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.errors import ConfigError
 from autopar.plan.types import Plan
-from autopar.runtime.gathering import full_state, load_state
+from autopar.runtime.checkpoint_api import CheckpointApi
+from autopar.runtime.gathering import IncompatibleKeys, full_state, load_state
 from autopar.runtime.optimizers import OptimizerGuard
+from autopar.runtime.pretrained import check_export_options, check_whole
+from autopar.runtime.pretrained import load as load_directory
+from autopar.runtime.pretrained import save as save_directory
 from autopar.runtime.session import Session
 from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP
+from autopar.units import parse_bytes
 
 _STATE = "_autopar_state"
 _BATCH = "batch"
+_NO_COPY = (
+    "{what} of a compiled {name}: its programs and connections belong to this one object; build "
+    "the model again, compile it with the same plan, and load_state_dict(model.state_dict()) "
+    "(for a file: autopar.save_checkpoint(), or model.full_state_dict())"
+)
 
 Launch = Callable[[torch.nn.Module, ModelCall], Session]
 """Capture and plan a first call, and make it ready to run; raises where it can't run."""
-
-
-class IncompatibleKeys(NamedTuple):
-    """Keys that ``load_state_dict`` missed, and those it did not know."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +136,56 @@ class CompiledModule(torch.nn.Module):
             session.residents, session.planned_programs, session.plan.mesh, session.place
         )
 
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", **others: object
+    ) -> None:
+        """Write safetensors files and the configuration, as Hugging Face's models do.
+
+        Every rank must call it: one tensor at a time is whole on rank 0, which writes.
+
+        Args:
+            folder: Directory; ``from_pretrained`` of the model's library opens it.
+            max_shard_size: Most bytes of a file, such as ``"5GB"``; one tensor may be larger.
+            others: Options of the library's own method: handed to it with a ``state_dict`` of
+                whole tensors, which it then writes, or in a process that only plans.
+        """
+        session = state_of(self).session
+        if session is None or others.get("state_dict") is not None:
+            own = getattr(super(), "save_pretrained", None)
+            if own is None:
+                _session(self)
+            check_whole(others.get("state_dict"))
+            own(folder, max_shard_size=max_shard_size, **others)  # type: ignore[misc]
+            return
+        check_export_options(others)
+        most_bytes = parse_bytes(max_shard_size)
+        save_directory(session, self, Path(folder), max_shard_bytes=most_bytes)
+
+    def load_pretrained(
+        self, folder: str | os.PathLike[str], *, strict: bool = True
+    ) -> IncompatibleKeys:
+        """Load this rank's part of a directory of safetensors files; every rank must call it.
+
+        Args:
+            folder: That :meth:`save_pretrained`, of this or of Hugging Face, wrote.
+            strict: Refuse missing and unknown names.
+        """
+        return IncompatibleKeys(*load_directory(_session(self), Path(folder), strict=strict))
+
+    def get_rng_state(self) -> dict[str, int]:
+        """What dropout is drawn from: the seed, and the number of calls so far."""
+        return _session(self).counters
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Draw dropout from here on as after ``state`` was taken; the same on every rank."""
+        _session(self).set_counters(state)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ConfigError(_NO_COPY.format(what="copy.deepcopy", name=type(self).__name__))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(_NO_COPY.format(what="pickling", name=type(self).__name__))
+
     def load_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
@@ -163,6 +218,7 @@ def extend(model: torch.nn.Module, state: CompiledState) -> None:
 
     if state.own_forward is not None:  # it was bound already: its signature has no self
         compiled_forward.__signature__ = _with_self(state.own_forward)  # type: ignore[attr-defined]
+    CheckpointApi(running_session).route()
     names: dict[str, object] = {
         "forward": compiled_forward,
         "__module__": base.__module__,
@@ -230,6 +286,11 @@ def _call(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str,
     if state.session is None:
         state.session = state.launch(model, call)
     return state.session.call(model, call, with_loss=with_loss)
+
+
+def running_session(model: torch.nn.Module) -> Session | None:
+    """The session of a compiled model that runs here; None for any other module."""
+    return state_of(model).session if is_compiled(model) else None
 
 
 def _session(model: torch.nn.Module) -> Session:

@@ -9,26 +9,30 @@ another stage.
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import ConfigError
-from autopar.runtime.parameters import ParameterStore, StoredParameter, as_dtensor
+from autopar.plan.types import Plan
+from autopar.runtime.adafactor import route_adafactor
+from autopar.runtime.optimizer_memory import check_memory
+from autopar.runtime.optimizer_state import (
+    GroupNames,
+    StateDict,
+    merge_groups,
+    own_groups,
+    to_names,
+    to_positions,
+)
+from autopar.runtime.parameters import ParameterStore
 from autopar.torch_compat import watch_optimizers
 
 logger = logging.getLogger(__name__)
-
-StateDict: TypeAlias = dict[str, object]
-_CHECKPOINT_API = "torch.distributed.checkpoint.state_dict"
-_FRAMES = 8  # callers between a state-dict hook and torch's checkpoint API, wrappers included
-_STATES_OF = {"adamw": ("Adam", "AdamW"), "adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
 
 
 class OptimizerGuard:
@@ -38,8 +42,9 @@ class OptimizerGuard:
         priced: Optimizer that the plan's memory was priced for, such as ``"adamw"``.
 
     Attributes:
-        filler: On a rank without parameters: what an optimizer gets in their place, since torch
-            refuses an empty one. Nothing reads it, and it is in no state dict.
+        filler: Where other ranks may have parameters that an optimizer is built for and this rank
+            has none of them: what it gets in their place, since torch refuses an empty one.
+            Nothing reads it, and it is in no state dict.
     """
 
     def __init__(self, priced: str) -> None:
@@ -48,8 +53,13 @@ class OptimizerGuard:
         self._store: ParameterStore | None = None
         self._names: dict[int, str] = {}
         self._stale = WeakIdKeyDictionary()
-        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._named: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[GroupNames, GroupNames]]
+        self._shared = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._is_distributed = False
+        self._plan: Plan | None = None
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -69,19 +79,36 @@ class OptimizerGuard:
         handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, handle.remove)
         weakref.finalize(self, watch_optimizers(on_group, filler))
+        route_adafactor()
 
-    def replace(self, old: Mapping[str, torch.nn.Parameter], store: ParameterStore) -> None:
-        """Note that the parameters ``old`` (by first name) have given way to those of ``store``."""
+    def replace(
+        self,
+        old: Mapping[str, torch.nn.Parameter],
+        store: ParameterStore,
+        plan: Plan | None = None,
+        *,
+        distributed: bool = False,
+    ) -> None:
+        """Note that the parameters ``old`` (by first name) have given way to those of ``store``.
+
+        Args:
+            old: The user's own parameters.
+            store: This rank's.
+            plan: What an optimizer's memory is compared with.
+            distributed: Whether other ranks hold parameters too.
+        """
         self._store = store
+        self._is_distributed = distributed
+        self._plan = plan
         self._names = store.by_identity()
-        if not len(store):
+        if distributed and (not len(store) or (plan is not None and plan.mesh.pp > 1)):
             self.filler = torch.nn.Parameter(torch.zeros(1))
             self.filler.grad = torch.zeros(1)  # a gradient scaler wants to have seen one
             self._names[id(self.filler)] = ""
         for name, parameter in old.items():
             if id(parameter) not in self._names:
                 self._stale[parameter] = name
-        for optimizer in list(self._waiting):
+        for optimizer in sorted(self._born, key=lambda known: self._born[known]):
             if self._holds_stale(optimizer) and not optimizer.state:
                 self._repoint(optimizer)
             self.on_group(optimizer)
@@ -89,11 +116,13 @@ class OptimizerGuard:
     def on_group(self, optimizer: Optimizer) -> None:
         """An optimizer was built, or was given another group."""
         if self._store is None:
-            self._waiting.add(optimizer)
+            self._born.setdefault(optimizer, len(self._born))
         elif optimizer not in self._named and self._holds_ours(optimizer):
-            self._named.add(optimizer)
+            self._named[optimizer] = self._count
+            self._count += 1
             name_state(optimizer, weakref.ref(self))
-            self._check_kind(optimizer)
+            if self._plan is not None:
+                check_memory(optimizer, self._priced, self._plan, self.store.every.values())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Re-point or refuse an optimizer with stale parameters.
@@ -125,6 +154,47 @@ class OptimizerGuard:
         """``id`` of each parameter -> first name; "" for :attr:`filler`."""
         return self._names
 
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer steps parameters of this model."""
+        return optimizer in self._named
+
+    def has_news(self) -> bool:
+        """Whether an optimizer has groups that the other ranks have not been told of."""
+        return any(
+            optimizer not in self._shared
+            or self._shared[optimizer][0] != own_groups(optimizer, self._names)
+            for optimizer in list(self._named)
+        )
+
+    def groups(self, optimizer: Optimizer) -> GroupNames:
+        """Names in each group of an optimizer over all ranks.
+
+        Collective where it has changed since the last step: then every rank must call it.
+        """
+        own = own_groups(optimizer, self._names)
+        if not self._is_distributed:
+            return own
+        if optimizer not in self._shared or self._shared[optimizer][0] != own:
+            self.share_groups()
+        return self._shared[optimizer][1]
+
+    def share_groups(self) -> None:
+        """Tell the other ranks which parameters this rank's optimizers have; collective."""
+        mine = {number: own_groups(o, self._names) for o, number in list(self._named.items())}
+        every: list[dict[int, GroupNames]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        order = {name: position for position, name in enumerate(self.store.every)}
+        for optimizer, number in list(self._named.items()):
+            parts = [table[number] for table in every if number in table]
+            self._shared[optimizer] = (mine[number], merge_groups(parts, order))
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks hold different parameters."""
+        if self._plan is None:
+            return False
+        return self._plan.mesh.pp > 1 or self._plan.mesh.num_ranks < self._plan.num_devices
+
     def _holds_stale(self, optimizer: Optimizer) -> bool:
         return any(p in self._stale for group in optimizer.param_groups for p in group["params"])
 
@@ -155,127 +225,24 @@ class OptimizerGuard:
                 labels[:] = kept_labels
         logger.info("optimizer %s now holds the compiled model's parameters", type(optimizer))
 
-    def _check_kind(self, optimizer: Optimizer) -> None:
-        kinds = _STATES_OF.get(self._priced.lower(), (self._priced,))
-        kind = type(optimizer).__name__
-        if kind.lower() not in {name.lower() for name in kinds}:
-            logger.warning(
-                "optimizer %s is used, memory was priced for %r; pass optimizer=%r to "
-                "autopar.compile()",
-                kind,
-                self._priced,
-                kind.lower(),
-            )
-
 
 def name_state(optimizer: Optimizer, guard: weakref.ref[OptimizerGuard]) -> None:
     """Key the optimizer's state dict by parameter name, in both directions."""
 
     def after_save(owner: Optimizer, state_dict: StateDict) -> StateDict | None:
         current = guard()
-        if current is None or _called_by_checkpoint_api():
+        if current is None:
             return None
-        return _to_names(owner, state_dict, current.names)
+        return to_names(owner, state_dict, current.names, current.groups(owner))
 
     def before_load(owner: Optimizer, state_dict: StateDict) -> StateDict | None:
         current = guard()
-        return None if current is None else _to_positions(owner, state_dict, current)
+        if current is None:
+            return None
+        return to_positions(
+            owner, state_dict, current.names, current.store, current.groups(owner),
+            in_stages=current.in_stages,
+        )  # fmt: skip
 
     optimizer.register_state_dict_post_hook(after_save)
     optimizer.register_load_state_dict_pre_hook(before_load)
-
-
-def _called_by_checkpoint_api() -> bool:
-    """Whether torch's checkpoint API asks: it maps positions to names itself, and needs them."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_globals.get("__name__") == _CHECKPOINT_API:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _to_names(optimizer: Optimizer, state_dict: StateDict, names: Mapping[int, str]) -> StateDict:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    keys: dict[object, object] = {
-        position: names.get(id(parameter), position) for position, parameter in enumerate(held)
-    }
-    groups = state_dict["param_groups"]
-    state = state_dict["state"]
-    assert isinstance(groups, list)
-    assert isinstance(state, dict)
-    for group in groups:
-        group["params"] = [keys[key] for key in group["params"] if keys[key] != ""]
-    named = {keys.get(key, key): value for key, value in state.items()}
-    return {**state_dict, "state": {key: value for key, value in named.items() if key != ""}}
-
-
-def _to_positions(optimizer: Optimizer, state_dict: StateDict, guard: OptimizerGuard) -> StateDict:
-    """A state dict with names as torch's ``load_state_dict`` wants it: keyed by position."""
-    groups = state_dict["param_groups"]
-    state = state_dict["state"]
-    assert isinstance(groups, list)
-    assert isinstance(state, dict)
-    known = {key for group in groups for key in group["params"]}
-    if known and not any(isinstance(key, str) for key in known):
-        _check_positions(len(known), optimizer, guard.store)
-        return state_dict
-    # a checkpoint of several stages keeps one stage's list of names, and the state of all
-    known |= {key for key in state if isinstance(key, str)}
-    if len(groups) != len(optimizer.param_groups):
-        raise ConfigError(
-            f"optimizer state dict has {len(groups)} parameter groups, the optimizer has "
-            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
-        )
-    position = 0
-    new_groups: list[StateDict] = []
-    new_state: dict[object, object] = {}
-    for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        first = position
-        for parameter in group["params"]:
-            name = guard.names.get(id(parameter), position)
-            item = guard.store.get(str(name))
-            if item is not None and name not in known:  # saved under another name of a tied weight
-                aliases = guard.store.names[item.spec.name]
-                name = next((alias for alias in aliases if alias in known), name)
-            if name not in known and name != "":
-                raise ConfigError(
-                    f"optimizer state dict has no parameter {name!r}; it lists {len(known)} others"
-                )
-            if name in state:
-                new_state[position] = _localised(state[name], item)
-            position += 1
-        new_groups.append({**saved, "params": list(range(first, position))})
-    return {**state_dict, "state": new_state, "param_groups": new_groups}
-
-
-def _check_positions(count: int, optimizer: Optimizer, store: ParameterStore) -> None:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    if count != held or len(store) != len(store.every):
-        raise ConfigError(
-            f"optimizer state dict is keyed by position ({count} parameters; this rank holds "
-            f"{held} of {len(store.every)}), and positions mean other parameters on another "
-            "stage; save optimizer.state_dict() of a compiled model, which is keyed by name"
-        )
-
-
-def _localised(values: Mapping[str, object], item: StoredParameter | None) -> dict[str, object]:
-    """One parameter's state with whole tensors cut to this rank's block."""
-    return {key: _cut(value, item) for key, value in values.items()}
-
-
-def _cut(value: object, item: StoredParameter | None) -> object:
-    if item is None or not isinstance(value, torch.Tensor):
-        return value
-    parameter = item.parameter
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape or value.dim() == 0:
-        return value
-    if isinstance(value, DTensor):
-        same_mesh = value.device_mesh == parameter.device_mesh
-        if same_mesh and value.placements == parameter.placements:
-            return value
-        value = value.full_tensor()
-    local = item.block.of(value).to(item.padded.device).clone()
-    return as_dtensor(local, item.spec, parameter.device_mesh)

@@ -20,7 +20,7 @@ from autopar.errors import CaptureError, ConfigError, InputError, PassError, Sha
 from autopar.ir.graph import InputKind
 from autopar.plan.decisions import decisions_of
 from autopar.plan.io import plan_hash
-from autopar.plan.types import Plan
+from autopar.plan.types import MeshShape, Plan
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.batches import (
     CallKey,
@@ -30,11 +30,12 @@ from autopar.runtime.batches import (
     check_device,
     is_larger,
 )
-from autopar.runtime.clipping import GradientNorm, route_clip_grad_norm
+from autopar.runtime.clipping import GradientNorm, route_clipping
 from autopar.runtime.driving import Driver
 from autopar.runtime.failure import FailFast
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
+from autopar.runtime.optimizer_state import GroupNames
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import local_part
 from autopar.runtime.place import Place
@@ -46,6 +47,7 @@ from autopar.runtime.variants import (
     make_variant,
     transfer,
 )
+from autopar.runtime.writes import draw_whole, take_up_writes
 from autopar.sharding.programs import LocalPrograms
 
 T = TypeVar("T")
@@ -117,10 +119,14 @@ class Session:
         self.residents = residents
         self.step = 0
         self.norm = GradientNorm(
-            residents.store, device=place.device, distributed=place.is_distributed
+            residents.store,
+            device=place.device,
+            distributed=place.is_distributed,
+            all_train=_all_train(residents, plan.mesh, place),
         )
         if place.is_distributed:
-            route_clip_grad_norm(self.norm)
+            route_clipping(self.norm)
+            draw_whole(residents.store, in_stages=plan.mesh.pp > 1)
         self._driver = driver
         self._guard = guard  # lives as long as the session: its hooks end with it
         self._uncompiled = uncompiled
@@ -145,12 +151,15 @@ class Session:
         check_device(tensors, self.place.device, rank=self.place.label)
         with self._watched(f"step {self.step + 1}"):
             key = call_key(model, call, backward=backward)
-            difference = self._agreement.disagreement(key, tensors)
+            difference = self._agreement.disagreement(key, tensors, has_news=self._guard.has_news())
+            if self._agreement.has_news and not difference:
+                self._guard.share_groups()
         if difference:
             raise InputError(f"step {self.step + 1}: {difference}")
         check_origin(tensors, plan=self.plan_hash, rank=self.place.rank)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         self._check_values(variant, tensors)
+        take_up_writes(self.residents)
         self._check_frozen()
         self.step += 1
         return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
@@ -159,6 +168,34 @@ class Session:
     def planned_programs(self) -> LocalPrograms:
         """The programs of the call that was planned."""
         return self._planned.local
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer steps parameters of this model."""
+        return self._guard.holds(optimizer)
+
+    def optimizer_groups(self, optimizer: torch.optim.Optimizer) -> GroupNames:
+        """Names of the parameters of each group over all ranks; every rank must call it."""
+        return self._guard.groups(optimizer)
+
+    @property
+    def own_names(self) -> Mapping[int, str]:
+        """``id`` of each parameter of this rank -> first name."""
+        return self._guard.names
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What dropout is drawn from: the seed, and the number of calls so far."""
+        return {"seed": self.options.seed, "step": self.step}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Draw dropout from here on as after :attr:`counters` were taken."""
+        self.options = replace(self.options, seed=int(counters["seed"]))
+        self.step = int(counters["step"])
+
+    def names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """All names of a parameter of this rank; empty if it is none."""
+        name = self._guard.names.get(id(parameter))
+        return self.residents.names[name] if name else ()
 
     def adopt(self, key: CallKey, variant: Variant) -> None:
         """Run calls like ``key`` by ``variant``."""
@@ -302,6 +339,13 @@ class Session:
         """A backward received ``value``; the next step will assume it."""
         if value and math.isfinite(value):  # others could not be scaled back
             self._tangent = value
+
+
+def _all_train(residents: Residents, mesh: MeshShape, place: Place) -> bool:
+    """Whether every rank owns a parameter that is trained."""
+    trained = [spec for spec in residents.store.every.values() if spec.requires_grad]
+    owners = {mesh.pipeline_rank(spec.owner) for spec in trained}
+    return place.world_size == mesh.num_ranks and len(owners) == mesh.pp
 
 
 def gathered(captured: Captured, options: RunOptions, backward: bool) -> frozenset[str]:

@@ -80,7 +80,7 @@ def start_session(  # noqa: PLR0913
         seed=options.seed,
         given=given,
     )
-    guard.replace(replaced, residents.store)
+    guard.replace(replaced, residents.store, plan, distributed=place.is_distributed)
     session = Session(
         plan=plan,
         captured=captured,

@@ -1,0 +1,24 @@
+"""State around the step on four real processes; the facts are in ``state_cases.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist import state_cases
+from tests.dist.fact_functions import launch
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """What failed on any of four ranks, by fact; all facts share one launch."""
+    folder = tmp_path_factory.mktemp("state_cases")
+    return launch(Path(state_cases.__file__), 4, folder, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", list(state_cases.fact.functions))
+def test_on_four_ranks(failures, name):
+    assert not failures[name], failures[name]
