@@ -16,7 +16,8 @@ from autopar.torch_compat import data_dependent_errors
 _TORCH_MODULES = str(Path(torch.nn.__file__).parent)
 _WAYS_OUT = (
     "rewrite it with torch.where or a mask, decide it from sizes or from a Python number in the "
-    "config, or leave it out of training (for example under `if not torch.compiler.is_compiling()`)"
+    "config, move it out of the model, or leave it out of training (for example under "
+    "`if not torch.compiler.is_compiling()`)"
 )
 
 
