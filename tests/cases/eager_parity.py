@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from autopar.capture.reference import bind_inputs, run_graph
 from autopar.capture.tracing import Captured, capture
-from autopar.ir.graph import Graph, InputKind
+from autopar.ir.graph import Graph, InputKind, OutputKind
 from autopar.ir.promote import promote
 from autopar.plan.decisions import decisions_of
-from autopar.plan.types import Plan
-from autopar.runtime.equivalence import check_equal, compare, largest_gradient
+from autopar.plan.types import MeshShape, Plan
+from autopar.runtime.equivalence import check_equal, compare, largest_gradient, verify_programs
 from autopar.runtime.simulate import SimulatedStep
+from autopar.runtime.variants import schedule_actions
 from autopar.sharding.build import localize, signatures_of
 from autopar.solver.force import forced_plan
-from tests.equivalence.harness import Problem, run
+from tests.equivalence.harness import Problem, fuzz_decisions, simulate
 
 Loss = Callable[[object, object], torch.Tensor]
 
@@ -65,12 +66,48 @@ def plan_for(graph: Graph, **degrees: object) -> Plan:
     return forced_plan(graph, "hash", **degrees)  # type: ignore[arg-type]
 
 
-def step_of(problem: Problem, **degrees: object) -> SimulatedStep:
-    """One step of a problem under a plan of these degrees."""
-    plan = plan_for(problem.graph, **degrees)
-    programs = localize(problem.graph, decisions_of(plan, problem.graph), problem.signatures)
-    zero = [stage.zero_level for stage in plan.stages]
-    return run(problem, programs, plan.mesh, plan.num_microbatches, plan.schedule, zero)
+def step_of(
+    problem: Problem,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    num_microbatches: int = 1,
+    recompute: float = 0.0,
+) -> SimulatedStep:
+    """One step without a search: cuts, tensor splits and what is recomputed are drawn.
+
+    Args:
+        problem: The program and its values.
+        dp: Ranks that split the batch.
+        tp: Ranks that split operators.
+        pp: Pipeline ranks, under 1F1B.
+        num_microbatches: Per step.
+        recompute: Share of the forward operators that are recomputed.
+    """
+    decisions = fuzz_decisions(
+        problem, microbatches=num_microbatches, dp=dp, tp=tp, stages=pp, seed=0,
+        recompute_share=recompute,
+    )  # fmt: skip
+    return simulate(problem, decisions, MeshShape(dp=dp, tp=tp, pp=pp))[1]
+
+
+def verified(problem: Problem, plan: Plan, *, gather: Collection[str] = ()) -> SimulatedStep:
+    """A step of a plan on simulated ranks that equals the program on one device.
+
+    Args:
+        problem: The program and its values; what it has for tangents is used.
+        plan: The plan.
+        gather: Outputs to return whole.
+    """
+    decisions = decisions_of(plan, problem.graph, gather_outputs=frozenset(gather))
+    programs = localize(problem.graph, decisions, problem.signatures)
+    backward = plan.mode == "train"
+    has_loss = any(True for _ in problem.graph.outputs_of(OutputKind.LOSS))
+    actions = schedule_actions(programs, plan, backward=backward, has_loss=has_loss)
+    outcome = verify_programs(problem.graph, programs, plan.mesh, actions, problem.values)
+    assert outcome.step is not None
+    return outcome.step
 
 
 def found_in(step: SimulatedStep) -> dict[str, torch.Tensor]:
