@@ -37,6 +37,12 @@ def capture_error(error: BaseException, *, entry_function: str, what: str) -> Ca
             f"{what} can't be captured: it decides by the value of a tensor\n  at {where}\n"
             f"A plan is made before there are values; {_WAYS_OUT}. ({_first_line(error)})"
         )
+    if type(error).__module__.startswith("torch._dynamo"):  # only such operators call it
+        return CaptureError(
+            f"{what} can't be captured: it calls an operator on functions, such as torch.cond or "
+            f"torch.while_loop\n  at {where}\n"
+            "A plan splits tensors, not functions; compute both branches and choose by torch.where"
+        )
     return CaptureError(
         f"{what} raised {type(error).__name__}: {error}\n  at {where}\n"
         "while it was traced on tensors without data; if the same call works without autopar, "

@@ -313,9 +313,7 @@ def test_several_losses_are_summed_by_the_caller(kind):
         first, second, _ = each(X).values() if kind is dict else each(X)
         (first + 2 * second).backward()
     same_gradients(model, twin)
-    model, twin = pair(
-        SeveralLosses(dict), X, loss=lambda out, _: out["first"] + 2 * out["second"]
-    )
+    model, twin = pair(SeveralLosses(dict), X, loss=lambda out, _: out["first"] + 2 * out["second"])
     model(X).backward()
     out = twin(X)
     (out["first"] + 2 * out["second"]).backward()

@@ -137,9 +137,7 @@ def masks(key: int, mesh: MeshShape) -> dict[str, torch.Tensor]:
     """The masks of a step; replicas that differ by a bit raise."""
     x = torch.ones(64, 64)
     _, problem = problem_for(Places(), {"x": x}, rng_key=key)
-    decisions = fuzz_decisions(
-        problem, microbatches=1, dp=mesh.dp, tp=mesh.tp, stages=1, seed=3
-    )
+    decisions = fuzz_decisions(problem, microbatches=1, dp=mesh.dp, tp=mesh.tp, stages=1, seed=3)
     decisions = replace(decisions, gather_outputs=frozenset(OUTPUTS))
     return dict(simulate(problem, decisions, mesh)[1].outputs)
 
