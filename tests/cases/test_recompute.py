@@ -1,4 +1,4 @@
-"""Recomputing changes when a value is made, never which: masks, gradients and promised bytes hold."""
+"""Recomputing changes when a value is made, never which: masks, gradients and bytes held."""
 
 from __future__ import annotations
 
