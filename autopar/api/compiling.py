@@ -143,17 +143,22 @@ def compile(  # noqa: PLR0913
     )  # fmt: skip
     if rng == "torch":
         order = _as_it_is(order)
+    return _compiled(model, order, inputs, args)
+
+
+def _compiled(model: M, order: _Order, inputs: object, args: Sequence[object] | None) -> M:
+    """The model, extended; planned and started if its first call is known."""
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
-    guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
+    guard = OptimizerGuard(order.optimizer) if _runs_here(order.cluster) else None
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
     state = CompiledState(
         launch=lambda owner, call: _launch_lazily(owner, call, order, state),
         guard=guard,
-        has_loss=loss is not None,
-        takes_batch=takes_batch and loss is not None,
+        has_loss=order.loss is not None,
+        takes_batch=takes_batch and order.loss is not None,
         report=render_plan,
     )
-    _check_names(model, state_dict)
+    _check_names(model, order.given)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
