@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory-limit", metavar="AMOUNT", help="bytes per device, such as 16GiB")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--optimizer", default="adamw", help="kind to keep state for; adamw")
+    plan.add_argument("--mode", choices=["train", "inference"], help="inference: forwards only")
     plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of the search")
     fixed = plan.add_argument_group("decisions", "what is left out is the solver's to decide")
     for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
@@ -128,6 +129,7 @@ def _plan(args: argparse.Namespace) -> int:
         inputs=inputs,
         memory_limit=None if args.memory_limit is None else _bytes(args.memory_limit),
         optimizer=args.optimizer,
+        mode=args.mode,
         time_limit_s=args.time_limit,
         **_decisions(args),
     )

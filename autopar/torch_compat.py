@@ -485,3 +485,17 @@ def watch_optimizers(observer: Any, fill: Any) -> Any:
     entry = (observer, fill)
     watchers.append(entry)
     return lambda: watchers.remove(entry)
+
+
+@contextlib.contextmanager
+def no_value_checks() -> Iterator[None]:
+    """Distributions made in the body do not check the values of their arguments."""
+    import torch
+
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)

@@ -50,6 +50,8 @@ Devices = int | str | Path | Cluster
 LossFunction = Callable[[object, object], torch.Tensor]
 _BATCH = "batch"
 _ON_UNKNOWN = ("replicate", "error")
+MODES = ("train", "inference")
+_GENERATORS = ("counter", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class _Order:
     constraints: UserConstraints
     plan: Plan | None
     loss: LossFunction | None
+    mode: str
     optimizer: str
     on_unknown: str
     time_limit_s: float | None
@@ -93,6 +96,8 @@ def compile(  # noqa: PLR0913
     optimizer: str = "adamw",
     outputs: Sequence[str] = (),
     seed: int = 0,
+    rng: str = "counter",
+    mode: str | None = None,
     state_dict: Mapping[str, torch.Tensor] | str | Path | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
@@ -119,8 +124,14 @@ def compile(  # noqa: PLR0913
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind whose state is priced: adamw, adam, sgd, sgd-momentum, adafactor or none.
         outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
-            returns the loss alone.
+            returns the loss alone. With ``mode="inference"`` those that calls return; all if none
+            is named.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
+        rng: Where random numbers come from: ``"counter"``, a function of seed, step and element
+            that no plan changes; or ``"torch"``, for one device alone: torch's own generator, the
+            call then equals eager bit for bit.
+        mode: ``"train"``, or ``"inference"``: a plan of forwards only, with no memory for
+            gradients and optimizer. Left out: that of ``plan``, else ``"train"``.
         state_dict: Whole tensors by name for the model's own; or a path, of safetensors files.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
@@ -137,23 +148,33 @@ def compile(  # noqa: PLR0913
     _check_arguments(model, on_unknown)
     given = opened(state_dict)
     _check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s))
+    _check_word("rng", rng, _GENERATORS)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
+    chosen = chosen_mode(mode, given_plan)
     order = _Order(
         cluster=_cluster(devices, given_plan, memory_limit),
         constraints=user_constraints(constraints),
         plan=given_plan,
         loss=loss,
+        mode=chosen,
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
         timeout_s=timeout_s,
-        run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
+        run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
         given=given,
     )  # fmt: skip
+    if rng == "torch":
+        order = _as_it_is(order)
+    return _compiled(model, order, inputs, args)
+
+
+def _compiled(model: M, order: _Order, inputs: object, args: Sequence[object] | None) -> M:
+    """The model, extended; planned and started if its first call is known."""
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
     state = _new_state(order, takes_batch=takes_batch)
-    _check_names(model, given)
+    _check_names(model, order.given)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
@@ -224,6 +245,54 @@ def _check_kinds(
         )
 
 
+def _check_word(name: str, value: object, words: Sequence[str]) -> None:
+    if value not in words:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, words))}")
+
+
+def chosen_mode(mode: str | None, plan: Plan | None) -> str:
+    """``mode``, or that of a given plan; training if there is neither.
+
+    Raises:
+        ConfigError: There is no such mode.
+        PlanError: The plan was made for the other one.
+    """
+    if mode is None:
+        return "train" if plan is None else plan.mode
+    _check_word("mode", mode, MODES)
+    if plan is not None and plan.mode != mode:
+        raise PlanError(
+            f"mode={mode!r}: the plan was made for {plan.mode!r}; leave mode out, or plan again"
+        )
+    return mode
+
+
+def _as_it_is(order: _Order) -> _Order:
+    """The order with what torch's own generator needs: one device, and the batch in one piece.
+
+    Raises:
+        ConfigError: Something else was asked for.
+    """
+    found = order.cluster.num_devices
+    if found > 1:
+        raise ConfigError(
+            f"rng='torch' on {found} devices: the numbers of torch's generator depend on who draws "
+            "them; use devices=1, or leave rng out and set seed="
+        )
+    wish, plan = order.constraints, order.plan
+    pieces = wish.num_microbatches if plan is None else plan.num_microbatches
+    recomputes = wish.recompute not in (None, "none")
+    if plan is not None:
+        recomputes = any(stage.recompute for stage in plan.stages)
+    if pieces not in (None, 1) or recomputes:
+        what = "recompute" if recomputes else f"{pieces} micro-batches"
+        raise ConfigError(
+            f"rng='torch' with {what}: the model's own forward runs, on the whole batch and with "
+            "everything kept; leave that out, or leave rng out"
+        )
+    return replace(order, constraints=replace(wish, num_microbatches=1, recompute="none"))
+
+
 def _check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
     """Refuse a state dict with names that the model has not: it is another model's."""
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -268,6 +337,7 @@ def plan(  # noqa: PLR0913
     loss: LossFunction | None = None,
     memory_limit: int | str | None = None,
     optimizer: str = "adamw",
+    mode: str = "train",
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     **constraints: Unpack[ConstraintOptions],
@@ -282,12 +352,13 @@ def plan(  # noqa: PLR0913
         loss: As in :func:`compile`.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind of optimizer whose state is priced.
+        mode: ``"train"`` or ``"inference"``.
         constraints: As in :func:`compile`.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
     """
     return make_plan(
-        capture_call(model, inputs, args, loss)[1],
+        capture_call(model, inputs, args, loss, mode=chosen_mode(mode, None))[1],
         devices,
         memory_limit=memory_limit,
         constraints=user_constraints(constraints),
@@ -315,6 +386,7 @@ def make_plan(
         constraints=constraints or UserConstraints(),
         plan=None,
         loss=loss,
+        mode="train" if captured.training else "inference",
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
@@ -330,6 +402,8 @@ def capture_call(
     inputs: object,
     args: Sequence[object] | None,
     loss: LossFunction | None,
+    *,
+    mode: str = "train",
 ) -> tuple[ModelCall, Captured]:
     """The call that ``inputs`` stands for, and its program."""
     positional, named = as_call(inputs, args)
@@ -339,12 +413,13 @@ def capture_call(
         if _BATCH not in inspect.signature(model.forward).parameters:
             del named[_BATCH]
     call = bind_call(model, positional, named, batch=batch)
-    captured = capture(model, positional, named, loss=loss, batch=batch, train=_trains(model))
+    train = _trains(model, mode)
+    captured = capture(model, positional, named, loss=loss, batch=batch, train=train)
     return call, captured
 
 
-def _trains(model: torch.nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+def _trains(model: torch.nn.Module, mode: str) -> bool:
+    return mode == "train" and any(p.requires_grad for p in model.parameters())
 
 
 def _capture(
@@ -357,7 +432,7 @@ def _capture(
         call.kwargs(),
         loss=order.loss,
         batch=call.values.get(LOSS_BATCH),
-        train=_trains(model),
+        train=_trains(model, order.mode),
     )
     state.planning_s["capture"] = monotonic() - started_s
     return captured
@@ -396,7 +471,7 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         captured.hash,
         order.cluster,
         constraints=order.constraints.for_solver(),
-        optimizer=order.optimizer,
+        optimizer=order.optimizer if captured.training else "none",
         memory_limit_bytes=None,
         cost_model=AnalyticCostModel(order.cluster),
         progress=lambda line: logger.debug("%s", line),

@@ -78,7 +78,8 @@ class UserConstraints:
             try:
                 kind = ScheduleKind(self.schedule)
             except ValueError:
-                words = ", ".join(repr(k.value) for k in ScheduleKind)
+                kinds = [k for k in ScheduleKind if k is not ScheduleKind.FORWARD]
+                words = ", ".join(repr(k.value) for k in kinds)
                 raise ConfigError(f"schedule={self.schedule!r}: must be one of {words}") from None
         return Constraints(
             dp=self.dp,

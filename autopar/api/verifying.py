@@ -15,7 +15,13 @@ from typing import Unpack
 
 import torch
 
-from autopar.api.compiling import Devices, LossFunction, capture_call, make_plan
+from autopar.api.compiling import (
+    Devices,
+    LossFunction,
+    capture_call,
+    chosen_mode,
+    make_plan,
+)
 from autopar.api.options import ConstraintOptions, user_constraints
 from autopar.capture.calls import ModelCall
 from autopar.capture.reference import bind_inputs, gradients, run_graph
@@ -105,6 +111,7 @@ def verify(
     loss: LossFunction | None = None,
     memory_limit: int | str | None = None,
     seed: int = 0,
+    mode: str | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> VerifyReport:
     """Check a plan's numbers against one device, in this process.
@@ -120,21 +127,23 @@ def verify(
         loss: As in :func:`autopar.compile`.
         memory_limit: For planning, if ``plan`` is devices.
         seed: Seed of dropout and of weights on the meta device.
+        mode: As in :func:`autopar.compile`.
         constraints: For planning, if ``plan`` is devices: as in :func:`autopar.compile`.
 
     Raises:
         EquivalenceError: Names the worst tensor with both numbers.
         PlanError: The plan was made for another model or batch shape.
     """
-    call, captured = capture_call(model, inputs, args, loss)
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        plan = load_plan(plan)  # a cluster file is given as a Cluster here
+    chosen = chosen_mode(mode, plan if isinstance(plan, Plan) else None)
+    call, captured = capture_call(model, inputs, args, loss, mode=chosen)
     empty = [path for path, tensor in call.tensors().items() if tensor.is_meta]
     if empty:
         raise InputError(
             f"verify: input {empty[0]!r} is on the meta device and has no values "
             f"({len(empty)} of {len(call.tensors())} inputs); give one batch of real tensors"
         )
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        plan = load_plan(plan)  # a cluster file is given as a Cluster here
     if not isinstance(plan, Plan):
         plan = make_plan(
             captured,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.capture.structure import (
+    DroppedLeaf,
     StaticLeaf,
     TensorLeaf,
     children_of,
@@ -114,7 +115,20 @@ def bind_call(
     values.update(kwargs)
     if batch is not None:
         values[_BATCH] = batch
+    _refuse_unknown(values, signature)
     return ModelCall(positional=names, values=values)
+
+
+def _refuse_unknown(values: Mapping[str, object], signature: inspect.Signature) -> None:
+    """Refuse objects that may hold tensors where they are not seen: a plan would bake them in."""
+    for leaf in leaves(flatten(dict(values))[0]):
+        if isinstance(leaf, DroppedLeaf):
+            cache = ", or pass use_cache=False" if "use_cache" in signature.parameters else ""
+            raise ConfigError(
+                f"argument {leaf.path!r} is a {leaf.type_name}, which can't be taken apart into "
+                "tensors; pass its tensors in a tuple, list, dict or dataclass, leave the argument "
+                f"out{cache}"
+            )
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> tuple[str, ...]:
@@ -141,9 +155,10 @@ def _leaf_paths(value: object, path: str) -> list[str]:
 def find_loss(output: object, *, training: bool) -> tuple[str, torch.Tensor] | None:
     """Path and tensor of the loss in a model's result, or None.
 
-    It is the field ``loss`` if there is one, else the result itself, else the first entry of a
+    It is the field ``loss`` if there is one, else the result itself, else the only entry of a
     tuple, list or mapping, each time only if it is a floating-point scalar (that needs a
-    gradient, in training).
+    gradient, in training). Of several scalars none is the loss: what is made of them is known when
+    ``backward`` is called.
     """
 
     def fits(value: object) -> bool:
@@ -159,7 +174,9 @@ def find_loss(output: object, *, training: bool) -> tuple[str, torch.Tensor] | N
     structure, tensors = flatten(output, root="output")
     if "loss" in tensors and fits(tensors["loss"]):
         return "loss", tensors["loss"]
-    for leaf in leaves(structure):
-        if isinstance(leaf, TensorLeaf) and "." not in leaf.path and fits(tensors[leaf.path]):
-            return leaf.path, tensors[leaf.path]
-    return None
+    scalars = [
+        leaf.path
+        for leaf in leaves(structure)
+        if isinstance(leaf, TensorLeaf) and "." not in leaf.path and fits(tensors[leaf.path])
+    ]
+    return (scalars[0], tensors[scalars[0]]) if len(scalars) == 1 else None

@@ -16,7 +16,8 @@ from autopar.torch_compat import data_dependent_errors
 _TORCH_MODULES = str(Path(torch.nn.__file__).parent)
 _WAYS_OUT = (
     "rewrite it with torch.where or a mask, decide it from sizes or from a Python number in the "
-    "config, or leave it out of training (for example under `if not torch.compiler.is_compiling()`)"
+    "config, move it out of the model, or leave it out of training (for example under "
+    "`if not torch.compiler.is_compiling()`)"
 )
 
 
@@ -35,6 +36,12 @@ def capture_error(error: BaseException, *, entry_function: str, what: str) -> Ca
         return CaptureError(
             f"{what} can't be captured: it decides by the value of a tensor\n  at {where}\n"
             f"A plan is made before there are values; {_WAYS_OUT}. ({_first_line(error)})"
+        )
+    if type(error).__module__.startswith("torch._dynamo"):  # only such operators call it
+        return CaptureError(
+            f"{what} can't be captured: it calls an operator on functions, such as torch.cond or "
+            f"torch.while_loop\n  at {where}\n"
+            "A plan splits tensors, not functions; compute both branches and choose by torch.where"
         )
     return CaptureError(
         f"{what} raised {type(error).__name__}: {error}\n  at {where}\n"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture import neutral  # noqa: F401  registers the operators
 from autopar.capture.rewrites.builder import broadcast
+from autopar.errors import CaptureError
 from autopar.torch_compat import annotate_next_nodes
 
 _OWN_PACKAGES = (
@@ -66,7 +67,11 @@ class Interception(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Call ``func``, or the neutral operator that stands for it."""
-        annotate_next_nodes(source=self._source_line(sys._getframe(1)))
+        source = self._source_line(sys._getframe(1))
+        annotate_next_nodes(source=source)
+        _refuse_own_generator(source, args, kwargs or {})
+        if func is torch.Tensor.random_:
+            raise CaptureError(f"Tensor.random_ at {source} can't be traced; use torch.randint")
         if func is self._original:
             return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
         return func(*args, **(kwargs or {}))
@@ -81,6 +86,18 @@ class Interception(TorchFunctionMode):
                 return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
         return ""
+
+
+def _refuse_own_generator(
+    source: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    given = [*args, *kwargs.values()]
+    if any(isinstance(value, torch.Generator) for value in given):
+        raise CaptureError(
+            f"a random generator of the model's own is used at {source or 'an unknown line'}: its "
+            "numbers would depend on the plan; leave generator= out (seed= of autopar.compile() "
+            "seeds the run), or draw the numbers outside the model and pass them in"
+        )
 
 
 def scaled_dot_product_attention(

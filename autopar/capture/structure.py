@@ -2,19 +2,25 @@
 
 A leaf is named by its path: ``"labels"``, ``"batch.ids"``, ``"hidden_states.0"``. Dicts and
 mappings (model outputs of ``transformers`` are both mapping and dataclass), lists, tuples, named
-tuples and dataclasses are looked into; tensors are leaves; numbers, strings and None are kept as
-they are; anything else is an unknown object.
+tuples and dataclasses are looked into; tensors are leaves; numbers, strings, None, enumerations,
+slices and functions are kept as they are; anything else is an unknown object.
 """
 
 from __future__ import annotations
 
+import enum
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeAlias
 
 import torch
 
-_STATIC_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_STATIC_TYPES = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum, slice, range, type, types.FunctionType,
+    types.BuiltinFunctionType, types.MethodType,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class StaticLeaf:
 
 @dataclass(frozen=True, slots=True)
 class DroppedLeaf:
-    """An object that can't be taken apart, such as a cache; rebuilt as None.
+    """An object that can't be taken apart, such as a cache.
 
     Attributes:
         path: Where it was.
@@ -106,16 +112,26 @@ def _flatten(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Stru
     return Branch(type(value), tuple(entries), built)
 
 
-def rebuild(structure: Structure, tensor_at: Callable[[str], object]) -> object:
-    """The value of ``structure`` with ``tensor_at(path)`` for every tensor."""
+def rebuild(
+    structure: Structure,
+    tensor_at: Callable[[str], object],
+    dropped_at: Callable[[DroppedLeaf], object] = lambda _: None,
+) -> object:
+    """The value of ``structure`` with ``tensor_at(path)`` for every tensor.
+
+    Args:
+        structure: Of a call's arguments or result.
+        tensor_at: Gives the value that stands under a path.
+        dropped_at: Gives what stands for an object that could not be taken apart; None if left out.
+    """
     match structure:
         case TensorLeaf():
             return tensor_at(structure.path)
         case StaticLeaf():
             return structure.value
         case DroppedLeaf():
-            return None
-    values = [rebuild(child, tensor_at) for child in structure.children]
+            return dropped_at(structure)
+    values = [rebuild(child, tensor_at, dropped_at) for child in structure.children]
     make: Callable[..., object] = structure.kind
     if issubclass(structure.kind, tuple | list):
         return make(*values) if hasattr(structure.kind, "_fields") else make(values)

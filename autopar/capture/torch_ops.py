@@ -7,6 +7,7 @@ the device bound.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import torch
 
 from autopar.capture import neutral
 from autopar.ir.graph import Arg, Dtype, Ref, TensorMeta
+from autopar.torch_compat import operator_schema
 
 NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
@@ -78,6 +80,15 @@ def torch_callable(op: str, *, device: torch.device | None = None) -> Callable[.
         bound = function
         return lambda *args, **kwargs: bound(*args, device=device, **kwargs)
     return function
+
+
+@functools.cache
+def is_random(op: str) -> bool:
+    """Whether an operator draws from torch's random state (the neutral ones do not)."""
+    if op == "getitem" or op in NEUTRAL:
+        return False
+    schema = operator_schema(torch_callable(op))
+    return schema is not None and schema.random
 
 
 def _split(op: str) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
-from autopar.capture.checks import check_dtypes
+from autopar.capture.checks import check_dtypes, check_random
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
@@ -34,6 +34,7 @@ from autopar.torch_compat import (
     export_joint,
     fake_mode,
     no_mkldnn,
+    no_value_checks,
     state_tables,
 )
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 logger = logging.getLogger(__name__)
+
+_TRACE_SEED = 0x6175746F  # unlikely to be a seed that a model sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,15 @@ class _TracedCall(torch.nn.Module):
         by_path = dict(zip(self._paths, tensors, strict=True))
         call = self._call.with_tensors(lambda path, _: by_path[path])
         self.doing = f"{type(self.model).__name__}.forward"
+        torch.manual_seed(_TRACE_SEED)  # the user's state is kept aside
         with written_buffers(self.model):
             output = self.model(*call.args(), **call.kwargs())
+        if torch.initial_seed() != _TRACE_SEED:
+            raise CaptureError(
+                f"{self.doing} sets torch's random seed, which a compiled model does not draw "
+                "from; draw fixed numbers in __init__ and keep them in a buffer, and set the seed "
+                "of the run by seed= of autopar.compile()"
+            )
         structure, found = flatten(output, root="output")
         result = _Result(structure)
         traced: list[torch.Tensor] = []
@@ -225,6 +235,7 @@ def capture(
             f"{names}); values that must last belong in buffers"
         )
     graph = normalise(lowered.graph)
+    check_random(graph)
     verify_graph(graph)
     return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
 
@@ -267,7 +278,7 @@ def _captured(
 
 def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     try:
-        with Interception(), _quiet_torch():
+        with Interception(), _quiet_torch(), no_value_checks():
             return export_joint(traced, fakes)
     except AutoparError:
         raise

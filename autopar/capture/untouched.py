@@ -16,6 +16,7 @@ import torch
 from autopar.errors import CaptureError
 
 _TABLES = frozenset(torch.nn.Module().__dict__)  # parameters, buffers, modules and hooks
+_HOOKS = tuple(name for name in sorted(_TABLES) if "hooks" in name)
 _COPIED = (list, dict, set)
 
 
@@ -23,7 +24,8 @@ _COPIED = (list, dict, set)
 def untouched(model: torch.nn.Module, changed: set[str]) -> Iterator[None]:
     """Give every module of ``model`` its attributes back when the body ends.
 
-    Lists, dicts and sets among them get their entries back too.
+    Lists, dicts and sets among them get their entries back too. Hooks that a forward registers at
+    its first call go with the note that they are registered: the next call does it again.
 
     Args:
         model: The user's model.
@@ -36,9 +38,18 @@ def untouched(model: torch.nn.Module, changed: set[str]) -> Iterator[None]:
         for name, value in attributes.items()
         if type(value) in _COPIED and name not in _TABLES
     ]
+    hooks = [
+        (found, found.copy())
+        for module in model.modules()
+        for name in _HOOKS
+        if isinstance(found := module.__dict__.get(name), dict)
+    ]
     try:
         yield
     finally:
+        for table, entries_before in hooks:
+            table.clear()
+            table.update(entries_before)
         for path, module, attributes in kept:
             now = module.__dict__
             names = [n for n in now if n not in attributes or now[n] is not attributes[n]]

@@ -80,6 +80,8 @@ def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: i
         if count < 1:
             raise ConfigError(f"compute_order: {name} is {count}, the least is 1")
     match kind:
+        case ScheduleKind.FORWARD:
+            return forward_order(pp, virtual, num_microbatches)
         case ScheduleKind.GPIPE:
             rounds, all_first = [num_microbatches], True
         case ScheduleKind.ONE_F_ONE_B:
@@ -111,7 +113,7 @@ def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: i
 
 
 def forward_order(pp: int, virtual: int, num_microbatches: int) -> Order:
-    """Forwards only, as an evaluation runs them: the first half of GPipe's order."""
+    """Forwards only, as evaluation and inference run them: the first half of GPipe's order."""
     whole = compute_order(ScheduleKind.GPIPE, pp, virtual, num_microbatches)
     return tuple(tuple(c for c in row if c.kind is F) for row in whole)
 
@@ -146,9 +148,15 @@ def _chunk_orders(
 
 
 def in_flight(order: Order, stage: int) -> int:
-    """Most micro-batches of ``stage`` whose forward has begun and whose backward has not ended."""
+    """Most micro-batches of ``stage`` whose forward has begun and whose backward has not ended.
+
+    Where there are no backwards it is 1: nothing is kept when a forward has ended.
+    """
+    computes = [c for row in order for c in row if c.stage == stage]
+    if computes and all(c.kind is F for c in computes):
+        return 1
     alive = most = 0
-    for compute in (c for row in order for c in row if c.stage == stage):
+    for compute in computes:
         alive += 1 if compute.kind is F else -1
         most = max(most, alive)
     return most

@@ -20,11 +20,12 @@ PP_AXIS = "pp"
 
 
 class ScheduleKind(StrEnum):
-    """Order of forward and backward micro-batches."""
+    """Order of forward and backward micro-batches; ``FORWARD`` has no backwards: inference."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    FORWARD = "forward"
 
 
 class ZeroLevel(int):
@@ -243,6 +244,11 @@ class Plan:
     provenance: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     param_words: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """``"train"``, or ``"inference"`` for a plan that has no backward."""
+        return "inference" if self.schedule is ScheduleKind.FORWARD else "train"
 
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""

@@ -38,6 +38,7 @@ SCHEDULE_WORDS = {
     ScheduleKind.GPIPE: "GPipe",
     ScheduleKind.ONE_F_ONE_B: "1F1B",
     ScheduleKind.INTERLEAVED: "interleaved 1F1B",
+    ScheduleKind.FORWARD: "forwards only (inference)",
 }
 DEFAULT_WIDTH = 100
 LEAST_WIDTH = 60
@@ -162,7 +163,9 @@ def _header(plan: Plan, width: int) -> Lines:
     if plan.memory_limit_bytes:
         share = 100 * plan.peak_bytes / plan.memory_limit_bytes
         peak += f", {share:.1f} % of the limit of {format_bytes(plan.memory_limit_bytes)}"
-    rows += [("memory", f"{peak}, predicted"), ("optimizer", f"{plan.optimizer}, assumed")]
+    rows.append(("memory", f"{peak}, predicted"))
+    if plan.mode == "train":
+        rows.append(("optimizer", f"{plan.optimizer}, assumed"))
     return pairs(rows, width)
 
 

@@ -63,15 +63,22 @@ class _Closed(torch.autograd.Function):
         anchor: torch.Tensor,
         value: torch.Tensor,
         path: str,
+        inference: bool,
     ) -> torch.Tensor:
-        ctx.path = path  # type: ignore[attr-defined]
+        ctx.path, ctx.inference = path, inference  # type: ignore[attr-defined]
         return value.view_as(value)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
-    ) -> tuple[None, None, None]:
+    ) -> tuple[None, None, None, None]:
         path = ctx.path  # type: ignore[attr-defined]
+        if ctx.inference:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"a gradient flows into output {path!r} of a model that was compiled with "
+                "mode='inference'; compile it with mode='train' to train it, or call it under "
+                "torch.no_grad()"
+            )
         raise ConfigError(
             f"a gradient flows into output {path!r}, but the step has already differentiated the "
             "model's own loss; make that term part of the loss by loss= of autopar.compile()"
@@ -90,10 +97,18 @@ def as_functions(
     return results
 
 
-def close(value: torch.Tensor, path: str) -> torch.Tensor:
-    """``value`` such that a gradient into it raises."""
+def close(value: torch.Tensor, path: str, *, inference: bool = False) -> torch.Tensor:
+    """``value`` such that a gradient into it raises.
+
+    Args:
+        value: An output.
+        path: Its path, for the message.
+        inference: Whether the model was compiled for inference.
+    """
     if not value.is_floating_point():
         return value
     anchor = torch.zeros((), requires_grad=True)
-    closed: torch.Tensor = _Closed.apply(anchor, value, path)  # type: ignore[no-untyped-call]
+    closed: torch.Tensor = _Closed.apply(  # type: ignore[no-untyped-call]
+        anchor, value, path, inference
+    )
     return closed

@@ -59,7 +59,10 @@ class ModelStep:
             self._buffers_before = {n: held[n].clone() for n in changed if n in held}
         losses, outputs = self._compute()
         if not variant.backward:
-            return self._result({**outputs, **losses})
+            found = {**outputs, **losses}
+            if self._session.options.mode == "inference" and torch.is_grad_enabled():
+                found = {path: close(v, path, inference=True) for path, v in found.items()}
+            return self._result(found)
         parameters = [item.parameter for item in self._trained]
         if captured.has_loss:
             paths = tuple(losses)

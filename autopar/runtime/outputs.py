@@ -2,7 +2,7 @@
 
 In training only the loss and the outputs that the user names are gathered. The other fields hold
 a :class:`NotGathered`, which raises whenever it is used; fields of a model output class raise when
-they are read.
+they are read. So do objects that hold tensors where nobody sees them, such as caches.
 """
 
 from __future__ import annotations
@@ -22,19 +22,27 @@ class OutputError(ConfigError, AttributeError):
 
 
 class NotGathered:
-    """Stands in for an output that training does not gather.
+    """Stands in for an output that training does not gather, or that is no tensor.
 
     Args:
         path: Path in the model's result.
+        type_name: Class of an object that can't be taken apart; "" for a tensor.
     """
 
-    __slots__ = ("path",)
+    __slots__ = ("path", "type_name")
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, type_name: str = "") -> None:
         self.path = path
+        self.type_name = type_name
 
     def refuse(self) -> NoReturn:
         """Say what to do about it."""
+        if self.type_name:
+            raise OutputError(
+                f"output {self.path!r} is a {self.type_name}, which can't be taken apart into "
+                "tensors and is left out; return its tensors in a tuple, list, dict or dataclass, "
+                "or call the model without it (a cache: use_cache=False)"
+            )
         raise OutputError(
             f"output {self.path!r} is not gathered in training; pass outputs=[{self.path!r}] to "
             "autopar.compile(), or call the model under torch.no_grad()"
@@ -80,6 +88,8 @@ class NotGathered:
         raise OutputError("an output that is not gathered in training was given to torch")
 
     def __repr__(self) -> str:
+        if self.type_name:
+            return f"<{self.path}, a {self.type_name}, is left out>"
         return f"<{self.path} is not gathered in training>"
 
 
@@ -90,7 +100,11 @@ def build_result(spec: Structure, values: Mapping[str, torch.Tensor]) -> object:
         spec: Its structure, from capture.
         values: Tensors by path; what is missing becomes :class:`NotGathered`.
     """
-    result = rebuild(spec, lambda path: values[path] if path in values else NotGathered(path))
+    result = rebuild(
+        spec,
+        lambda path: values[path] if path in values else NotGathered(path),
+        lambda leaf: NotGathered(leaf.path, leaf.type_name),
+    )
     kind = type(result)
     fields = getattr(kind, "__dataclass_fields__", None)
     if fields and isinstance(result, Mapping) and _has_missing(result):

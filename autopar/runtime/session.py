@@ -68,11 +68,15 @@ class RunOptions:
         loss: Loss function of the result and the batch, or None.
         outputs: Paths of outputs that training returns whole.
         seed: Seed of dropout and of weights on the meta device.
+        rng: ``"counter"``, or ``"torch"``: the model's own forward runs.
+        mode: ``"train"`` or ``"inference"``.
     """
 
     loss: LossFunction | None = None
     outputs: tuple[str, ...] = ()
     seed: int = 0
+    rng: str = "counter"
+    mode: str = "train"
 
 
 def step_key(seed: int, step: int) -> int:
@@ -145,6 +149,8 @@ class Session:
             call: Its arguments, the global batch.
             with_loss: Whether the user's loss function is part of the call.
         """
+        if self.options.rng == "torch":
+            return self._call_as_it_is(model, call, with_loss=with_loss)
         trains = any(spec.requires_grad for spec in self.residents.store.every.values())
         backward = torch.is_grad_enabled() and trains
         tensors = call.tensors()
@@ -163,6 +169,15 @@ class Session:
         self._check_frozen()
         self.step += 1
         return ModelStep(self, variant, tensors, step_key(self.options.seed, self.step)).run()
+
+    def _call_as_it_is(self, model: torch.nn.Module, call: ModelCall, *, with_loss: bool) -> object:
+        """The model's own forward, with torch's own random numbers."""
+        self.step += 1
+        with self._uncompiled(model):
+            output = model.forward(*call.args(), **call.kwargs())
+        if with_loss and self.options.loss is not None:
+            return self.options.loss(output, call.batch())
+        return output
 
     @property
     def planned_programs(self) -> LocalPrograms:
@@ -277,6 +292,8 @@ class Session:
         raise error
 
     def _check_frozen(self) -> None:
+        if self.options.mode == "inference":  # what it returns takes no gradient
+            return
         for item in self.residents.store:
             if item.parameter.requires_grad and not item.spec.requires_grad:
                 raise ConfigError(
@@ -357,11 +374,14 @@ def gathered(captured: Captured, options: RunOptions, backward: bool) -> frozens
     found = {leaf.path for leaf in leaves(captured.output_spec) if isinstance(leaf, TensorLeaf)}
     others = found - {captured.loss_path}
     unknown = [path for path in options.outputs if path not in found]
-    if unknown and backward:
+    infers = options.mode == "inference"
+    if unknown and (backward or infers):
         raise ConfigError(
             f"outputs={list(options.outputs)!r}: the model has no output "
             f"{', '.join(map(repr, unknown))}; it has {', '.join(map(repr, sorted(found)))}"
         )
     if backward and captured.has_loss:
+        return frozenset(path for path in options.outputs if path in others)
+    if infers and options.outputs:
         return frozenset(path for path in options.outputs if path in others)
     return frozenset(others)

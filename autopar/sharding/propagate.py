@@ -348,7 +348,8 @@ class DataAxes:
             if price < best_price:
                 best, best_price = strategy, price
         if best is None:
-            raise ShardingError(_mixing_text(node, state))
+            is_ruled = self._signatures.get(node.name) is not None
+            raise ShardingError(_mixing_text(node, state, is_ruled=is_ruled))
         for ref, want in zip(refs, best.inputs, strict=True):
             have = state.place[ref]
             if state.axis == "mb" and have != want and not _is_free(have, want):
@@ -400,13 +401,22 @@ def _is_free(have: Placement, want: Placement) -> bool:
     return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying))
 
 
-def _mixing_text(node: Node, state: _State) -> str:
+def _mixing_text(node: Node, state: _State, *, is_ruled: bool) -> str:
     where = f" ({node.source})" if node.source else ""
     have = ", ".join(f"%{r}: {state.place[r]}" for r in node.refs())
+    operands = f"(operands over 'mb' of size {state.size}: {have})"
+    if not is_ruled:
+        return (
+            f"{node.name}: {node.op}{where} has no sharding rule and can't be given the samples of "
+            f"one micro-batch alone {operands}; use num_microbatches=1, or describe the operator "
+            "with autopar.register_op"
+        )
+    remedy = "use num_microbatches=1"
+    if "batch_norm" in node.op:
+        remedy += ", or microbatch_statistics=True for statistics per micro-batch"
     return (
-        f"{node.name}: {node.op}{where} mixes samples of different micro-batches (operands over "
-        f"'mb' of size {state.size}: {have}); use num_microbatches=1, or "
-        "microbatch_statistics=True for a batch norm whose statistics may be per micro-batch"
+        f"{node.name}: {node.op}{where} mixes samples of different micro-batches {operands}; "
+        f"{remedy}"
     )
 
 

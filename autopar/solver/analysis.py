@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError
-from autopar.ir.graph import Graph, Node, Ref, TensorMeta
-from autopar.plan.types import MeshShape
+from autopar.ir.graph import Graph, Node, OutputKind, Ref, TensorMeta
+from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.sharding.build import signatures_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.propagate import DataAxes, DataSplits
@@ -92,6 +92,7 @@ class Analysis:
                     )
             self.boundary_starts = tuple(index[name] for name in starts)
         self._check_depth()
+        self._check_schedule()
         self.data_axes = DataAxes(self.graph, self.signatures)
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
@@ -136,6 +137,48 @@ class Analysis:
             if meta is not None:
                 return meta.shape[dim]
         return 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return bool(tuple(self.graph.outputs_of(OutputKind.GRAD)))
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the backward starts inside the step, at the program's own loss."""
+        return bool(tuple(self.graph.outputs_of(OutputKind.LOSS)))
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """Outputs that a call returns whole: all, unless the program has its loss for training."""
+        if self.is_interleavable:
+            return frozenset()
+        return frozenset(o.target for o in self.graph.outputs_of(OutputKind.OUTPUT))
+
+    @property
+    def is_interleavable(self) -> bool:
+        """Whether forwards and backwards may alternate."""
+        return self.trains and self.has_loss
+
+    def _check_schedule(self) -> None:
+        """Refuse an order of forwards and backwards that the program can't have."""
+        wish = self.constraints.schedule
+        if wish is None:
+            return
+        if self.trains and wish is ScheduleKind.FORWARD:
+            raise ConstraintError(
+                "constraint schedule='forward': it has no backward, and the model is to be "
+                "trained; leave schedule out, or compile with mode='inference'"
+            )
+        if not self.trains and wish is not ScheduleKind.FORWARD:
+            raise ConstraintError(
+                f"constraint schedule={wish.value!r}: inference has forwards only; leave it out"
+            )
+        if self.trains and not self.has_loss and wish is not ScheduleKind.GPIPE:
+            raise ConstraintError(
+                f"constraint schedule={wish.value!r}: the model gives no loss of its own, so all "
+                "forwards run before the first backward; pass loss=, or leave schedule out"
+            )
 
     def _has_batch(self) -> bool:
         return bool(self.data_axes.batch_factors)
@@ -204,6 +247,7 @@ class Analysis:
                 self.data(sizes[0], sizes[1]).choices,
                 has_mb=key[0],
                 fixed=self.fixed,
+                gather_outputs=self.gathered,
             )
         return self._structures[key]
 

@@ -71,9 +71,14 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         del defaults["tp inside a machine"]
     assumptions = [
         *analysis.cluster.assumptions,
-        f"optimizer {analysis.optimizer}",
+        *([f"optimizer {analysis.optimizer}"] if analysis.trains else []),
         "collectives are not overlapped with computing",
     ]
+    if analysis.trains and not analysis.has_loss:
+        assumptions.append(
+            "the model gives no loss of its own: all forwards run before the first backward "
+            "(GPipe); loss= of autopar.compile() would allow 1F1B"
+        )
     if used < total:
         assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
     if field.stopped_by:

@@ -74,7 +74,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                 for virtual in _degrees(wish.virtual, (1, *VIRTUAL_STAGES)):
                     mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual)
                     is_open = wish.virtual is None
-                    if is_open and virtual > 1 and (pp == 1 or mesh.num_stages > blocks):
+                    is_vain = pp == 1 or mesh.num_stages > blocks or not analysis.is_interleavable
+                    if is_open and virtual > 1 and is_vain:
                         continue
                     if mesh not in seen:
                         seen.add(mesh)
@@ -145,6 +146,10 @@ def _is_legal(analysis: Analysis, count: int, dp: int) -> bool:
 
 def _schedules(analysis: Analysis, mesh: MeshShape) -> list[ScheduleKind]:
     wish = analysis.constraints.schedule
+    if not analysis.trains:
+        return [ScheduleKind.FORWARD]
+    if not analysis.has_loss:  # the user computes the loss when all forwards are done
+        return [ScheduleKind.GPIPE]
     if wish is ScheduleKind.ONE_F_ONE_B and mesh.virtual > 1:
         return []
     if wish is ScheduleKind.INTERLEAVED and mesh.virtual == 1 and mesh.pp > 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Graph, InputKind, TensorMeta
+from autopar.ir.graph import Graph, InputKind, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
@@ -113,6 +113,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
         seconds.append(stage_seconds)
         finish_s = max(finish_s, last_s)
+    finish_s += _shared_seconds(programs, setting)
     ties = [
         (param.owner, other)
         for param in programs.params.values()
@@ -160,6 +161,28 @@ def _message_seconds(programs: LocalPrograms, setting: Setting) -> dict[tuple[in
             amounts = [programs.edge_metas[n].bytes for n in names]
             seconds[edge] = sum(setting.model.collective_time_s("p2p", b, ends) for b in amounts)
     return seconds
+
+
+def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
+    """Seconds until the outputs of a step are on all pipeline ranks."""
+    if setting.mesh.pp == 1:
+        return 0.0
+    ends = slowest_group(setting.cluster, setting.mesh, "pp")
+    amounts = [r.spec.meta.bytes for r in programs.results if r.kind is OutputKind.OUTPUT]
+    return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
+
+
+def _output_bytes(programs: LocalPrograms, stage: int, mesh: MeshShape) -> int:
+    """Bytes of the outputs that a call returns whole, once per rank.
+
+    Where they are made, the micro-batches' parts are alive beside what they are joined to.
+    """
+    found = 0
+    for result in programs.results:
+        if result.kind is OutputKind.OUTPUT:
+            found += result.spec.meta.bytes * (result.stage == stage)
+            found += result.spec.meta.bytes * (stage < mesh.pp)
+    return found
 
 
 def _stage(
@@ -305,5 +328,5 @@ def _memory(
         optimizer_bytes=optimizer,
         activations_bytes=flight * saved_bytes(stage.forward),
         transient_bytes=transient,
-        buffers_bytes=received + held + users,
+        buffers_bytes=received + held + users + _output_bytes(programs, stage.index, setting.mesh),
     )

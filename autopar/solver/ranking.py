@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
 from autopar.plan.schedule import action_lists, compute_order, in_flight
+from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.candidates import Shape
@@ -201,7 +202,7 @@ class Ranker:
         """ZeRO level under which the splits of a shape are chosen."""
         if self.analysis.constraints.zero is not None:
             return self.analysis.constraints.zero
-        return 1 if shape.mesh.dp > 1 else 0
+        return 1 if shape.mesh.dp > 1 and self.analysis.trains else 0
 
     def splits(self, sizes: Sizes, level: int) -> SplitsSolution:
         """The splits of one mesh, found once."""
@@ -256,6 +257,8 @@ class Ranker:
         """ZeRO levels to try, fastest first."""
         if self.analysis.constraints.zero is not None:
             return (self.analysis.constraints.zero,)
+        if not self.analysis.trains:  # there is only the parameters' own memory to spread
+            return (0, 3) if shape.mesh.dp > 1 else (0,)
         return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
 
     def at_other_level(self, ranked: Ranked) -> Ranked | Misfit | None:
@@ -390,8 +393,9 @@ def simulated_s(shape: Shape, problem: StageProblem, solution: StageSolution) ->
     back = [(s, s - 1) for s in range(1, mesh.num_stages)]
     lists = action_lists(order, mesh, forward_edges=ahead, backward_edges=back)
     links = {}
+    ways = 1 if shape.schedule is not ScheduleKind.FORWARD else 2  # a message is the mean of both
     for s, start in enumerate(solution.starts, 1):
-        links[s - 1, s] = links[s, s - 1] = problem.boundary_s[start - 1]
+        links[s - 1, s] = links[s, s - 1] = ways * problem.boundary_s[start - 1]
     run = simulate(lists, seconds, p2p_s=links)
     return run.makespan_s + max(sum(step[d :: mesh.pp]) for d in range(mesh.pp))
 

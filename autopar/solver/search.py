@@ -378,4 +378,5 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
         zero_levels=(ranked.zero_level,) * shape.mesh.num_stages,
+        gather_outputs=analysis.gathered,
     )

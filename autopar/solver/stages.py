@@ -227,7 +227,7 @@ class _Program:
             model.minimize(body + step)
             return
         base = _sum(total) + 2 * _sum(message) + step
-        if problem.schedule is ScheduleKind.GPIPE:
+        if problem.schedule in (ScheduleKind.GPIPE, ScheduleKind.FORWARD):
             slow_f = model.new_int_var(0, top, "slow_f")
             slow_b = model.new_int_var(0, top, "slow_b")
             for s in range(stages):

@@ -128,7 +128,8 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
     message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
     count, p = problem.num_microbatches, problem.pp
     device_step = max(sum(step[d::p]) for d in range(p))
-    if problem.schedule is ScheduleKind.GPIPE and problem.virtual == 1:
+    rounds = (ScheduleKind.GPIPE, ScheduleKind.FORWARD)
+    if problem.schedule in rounds and problem.virtual == 1:
         period = max(forward) + max(backward)
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
     if problem.virtual == 1:

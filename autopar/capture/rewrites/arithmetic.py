@@ -74,9 +74,18 @@ def _binary(name: str) -> Rule:
             exact = name in ("mul", "div") or not meta.is_float
             if exact and right == (1 if name in ("mul", "div") else 0):
                 return left
+        if name in ("add", "sub"):
+            right = _addend(b, right, meta)
         return b.emit(f"aten.{name}.Tensor", (left, right), meta)
 
     return rule
+
+
+def _addend(b: Builder, value: Arg, meta: TensorMeta) -> Arg:
+    """What is added to a scalar, as a tensor: a number can't be added once to a pending sum."""
+    if isinstance(value, Ref) or meta.shape or not meta.is_float or value == 0:
+        return value
+    return b.full((), _number(value), meta.dtype)
 
 
 def _rsub(b: Builder, node: Node) -> Value:
@@ -87,7 +96,7 @@ def _rsub(b: Builder, node: Node) -> Value:
     if alpha == 1 and isinstance(other, Ref):
         return b.emit("aten.sub.Tensor", (other, value), meta)
     scaled = b.unary("neg", value) if alpha == 1 else b.binary("mul", value, -alpha)
-    return b.emit("aten.add.Tensor", (scaled, other), meta)
+    return b.emit("aten.add.Tensor", (scaled, _addend(b, other, meta)), meta)
 
 
 def _to_copy(b: Builder, node: Node) -> Value:
@@ -229,6 +238,27 @@ def _masked_fill_tensor(b: Builder, node: Node) -> Value:
     )
 
 
+def _nansum(b: Builder, node: Node) -> Value:
+    value = node.args[0]
+    meta = b.meta(value)
+    is_nan = b.emit("aten.isnan.default", (value,), replace(meta, dtype="bool"))
+    zero = b.full((), 0.0, meta.dtype)
+    kept = b.emit("aten.where.self", (is_nan, zero, value), meta)
+    dims = _dims(node.args[1]) if len(node.args) > 1 else None
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else False
+    return b.sum(kept, dims, keepdim=keepdim, dtype=_result(node).dtype)
+
+
+def _norm(b: Builder, node: Node) -> Value:
+    """The older names of the vector norm."""
+    value, *rest = node.args
+    order = rest[0] if rest and rest[0] is not None else 2
+    dims = _dims(rest[1]) if len(rest) > 1 else None
+    keepdim = bool(rest[2]) if len(rest) > 2 else False
+    args: tuple[Arg, ...] = (value, order, dims or None, keepdim)
+    return b.emit("aten.linalg_vector_norm.default", args, _result(node))
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.addmm.default": _addmm,
@@ -247,6 +277,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.sum.dim_IntList": _sum,
         "aten.mean.default": _mean,
         "aten.mean.dim": _mean,
+        "aten.nansum.default": _nansum,
+        "aten.norm.Scalar": _norm,
+        "aten.norm.ScalarOpt_dim": _norm,
         "aten.var.correction": _var,
         "aten.var.dim": _var,
         "aten.var_mean.correction": _var_mean,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
+from autopar.capture.checks import random_refusal
 from autopar.capture.rewrites.builder import Builder, Rule, Value
-from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Dtype, Node, Ref, TensorMeta
 
 _HALF = frozenset({"float16", "bfloat16"})
@@ -109,10 +109,7 @@ def _randint(b: Builder, node: Node) -> Value:
 
 def unknown_random(_: Builder, node: Node) -> Value:
     """Refuse an operator whose random numbers would depend on the plan."""
-    raise CaptureError(
-        f"{node.op} at {node.source or 'an unknown line'} draws random numbers in a way that has "
-        "no counter-based form; draw them outside the model and pass them in"
-    )
+    raise random_refusal(node)
 
 
 def _batch_norm(b: Builder, node: Node) -> Value:
@@ -279,9 +276,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.nll_loss_backward.default": _nll_backward,
         "aten.nll_loss2d_backward.default": _nll_backward,
         **dict.fromkeys(
-            ("aten.randperm.default", "aten.multinomial.default", "aten.exponential.default",
-             "aten.geometric.default", "aten.poisson.default", "aten.cauchy.default",
-             "aten.log_normal.default", "aten.binomial.default"),
+            ("aten.randperm.default", "aten.geometric.default", "aten.poisson.default",
+             "aten.cauchy.default", "aten.log_normal.default", "aten.binomial.default"),
             unknown_random,
         ),
     }

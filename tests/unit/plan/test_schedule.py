@@ -20,7 +20,8 @@ from autopar.plan.schedule_check import check_actions
 from autopar.plan.schedule_text import unit_spans
 from autopar.plan.types import MeshShape, ScheduleKind
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED = ScheduleKind
+GPIPE, ONE_F_ONE_B, INTERLEAVED, FORWARD = ScheduleKind
+TRAINING = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 
 
 def rows(order):
@@ -55,7 +56,7 @@ def test_interleaved_golden():
 
 
 def test_one_microbatch_runs_forward_then_backward_everywhere():
-    for kind in ScheduleKind:
+    for kind in TRAINING:
         assert rows(compute_order(kind, 2, 1, 1)) == ["0F0 0B0", "1F0 1B0"]
 
 
@@ -172,7 +173,7 @@ def test_bad_edges_are_refused(edges, message):
 
 
 shapes = st.tuples(
-    st.sampled_from(list(ScheduleKind)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 15)
+    st.sampled_from(TRAINING), st.integers(1, 6), st.integers(1, 3), st.integers(1, 15)
 ).filter(lambda s: s[0] is not ONE_F_ONE_B or s[2] == 1)
 
 
@@ -215,3 +216,10 @@ def test_1f1b_takes_the_time_of_the_closed_form(pp, num_microbatches):
     # (m + p - 1) (f + b) with f = 1 and b = 2
     spans = unit_spans(compute_order(ONE_F_ONE_B, pp, 1, num_microbatches))
     assert max(end for _, end in spans.values()) == (num_microbatches + pp - 1) * 3
+
+
+def test_forwards_alone_keep_nothing_in_flight():
+    order = compute_order(FORWARD, 2, 1, 3)
+    assert order == forward_order(2, 1, 3)
+    assert all(compute.kind is ActionKind.FORWARD for row in order for compute in row)
+    assert [in_flight(order, stage) for stage in range(2)] == [1, 1]
