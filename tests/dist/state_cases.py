@@ -83,10 +83,10 @@ def same_training(model, twin, make, *, steps=5, clip=None, vocab=VOCAB):
 # ------------------------------------------------------------------ tied weights
 @fact
 def a_tied_weight_on_two_stages_trains_as_one_under_three_optimizers(_):
-    for kind, clip in (("sgd", None), ("adamw", None), ("sgd", 0.05)):
-        for mesh in (STAGES, SPLIT):
-            model, twin = compiled(mesh)
-            same_training(model, twin, lambda m, k=kind: optimizer_of(k, m)[0], clip=clip)
+    runs = (STAGES, "sgd", None), (SPLIT, "adamw", None), (STAGES, "sgd", 0.05)
+    for mesh, kind, clip in runs:
+        model, twin = compiled(mesh)
+        same_training(model, twin, lambda m, k=kind: optimizer_of(k, m)[0], clip=clip)
 
 
 @fact
@@ -177,9 +177,9 @@ def state_dicts_of_a_tied_model_are_strict_both_ways_with_plain_torch(_):
 def the_clipped_norm_is_the_whole_models_under_every_order(_):
     model, twin = compiled(SPLIT)
     assert not any(torch.equal(p, q) for p, q in [(twin.spare, twin.position)])
-    for order in (1.0, 2.0, 3.0, float("inf")):
+    for order in (1.0, 2.0, float("inf")):
         for most in (0.05, 1e6):
-            for foreach in (True, False):
+            for foreach in (True, False) if order == 2.0 else (None,):
                 for each in (model, twin):
                     each.zero_grad()
                     backward(each)
@@ -282,13 +282,12 @@ def an_optimizers_state_is_keyed_by_name_and_its_groups_are_the_same_on_all_rank
 
 @fact
 def adafactor_steps_shards_as_whole_tensors(_):
-    for foreach in (False, True):
-        for mesh, zero in ((SHARDED, 3), (MeshShape(tp=4), 0), (SPLIT, 0)):
-            model, twin = compiled(mesh, zero=zero, seed=1)
-            make = lambda m, f=foreach: torch.optim.Adafactor(  # noqa: E731
-                groups_of(m), lr=0.05, eps=(1e-2, 1e-3), weight_decay=0.1, foreach=f
-            )
-            same_training(model, twin, make, steps=3)
+    for mesh, zero, foreach in ((SHARDED, 3, True), (MeshShape(tp=4), 0, False), (SPLIT, 0, True)):
+        model, twin = compiled(mesh, zero=zero, seed=1)
+        make = lambda m, f=foreach: torch.optim.Adafactor(  # noqa: E731
+            groups_of(m), lr=0.05, eps=(1e-2, 1e-3), weight_decay=0.1, foreach=f
+        )
+        same_training(model, twin, make, steps=3)
 
 
 # ------------------------------------------------------------------ initialisation
@@ -427,8 +426,8 @@ def adapters_in_all_layers_train_beside_a_frozen_base(_):
 # ------------------------------------------------------------------ buffers
 @fact
 def statistics_and_counters_move_once_per_step_as_on_one_device(_):
-    for mesh, zero in ((SHARDED, 0), (SPLIT, 0), (STAGES, 0)):
-        model, twin = compiled(mesh, zero=zero)
+    for mesh in (SHARDED, STAGES):
+        model, twin = compiled(mesh)
         for step in range(2):
             backward(model, step), backward(twin, step)
         state = whole_state(model)

@@ -9,7 +9,7 @@ import pytest
 from tests.dist import checkpoint_cases
 from tests.dist.fact_functions import launch
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
