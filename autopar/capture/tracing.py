@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +21,14 @@ from autopar.capture.checks import check_dtypes
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
-from autopar.capture.normalise import normalise
+from autopar.capture.normalise import normalise, with_stable_names, without_dead
 from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
 from autopar.capture.untouched import untouched, written_buffers
 from autopar.errors import AutoparError, CaptureError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
+from autopar.ir.precision import check_precision, lower_precision
 from autopar.ir.verify import verify_graph
 from autopar.torch_compat import (
     JointTrace,
@@ -60,6 +61,7 @@ class Captured:
         dropped_outputs: ``"path (class)"`` of entries of the result that can't be taken apart.
         constants: Tensors of the program's constant inputs by name.
         assumptions: What the program takes for granted, for the report.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
     """
 
     graph: Graph
@@ -73,6 +75,7 @@ class Captured:
     dropped_outputs: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
     assumptions: tuple[str, ...]
+    precision: str | None = None
 
     @property
     def input_paths(self) -> tuple[str, ...]:
@@ -169,6 +172,7 @@ def capture(
     loss: LossFunction | None = None,
     batch: object = None,
     train: bool = True,
+    precision: str | None = None,
 ) -> Captured:
     """The program of one training step of ``model(*args, **kwargs)``.
 
@@ -181,11 +185,14 @@ def capture(
         batch: What ``loss`` gets as second argument. Without it: the only positional argument,
             the tuple of positional arguments, the dict of keyword arguments, or a pair of both.
         train: False gives the forward alone.
+        precision: Compute in it, with float32 masters (:mod:`autopar.ir.precision`); None: in the
+            model's own dtypes.
 
     Raises:
         CaptureError: The model's code fails or decides by values; names the line.
-        ConfigError: The inputs do not fit, or nothing can be trained.
+        ConfigError: The inputs do not fit, nothing can be trained, or ``precision`` can't be had.
     """
+    _check_precision(precision)
     call = bind_call(model, args, kwargs or {}, batch=batch)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if train and not trained:
@@ -225,8 +232,24 @@ def capture(
             f"{names}); values that must last belong in buffers"
         )
     graph = normalise(lowered.graph)
+    if precision is not None:
+        graph = with_stable_names(without_dead(lower_precision(graph, precision)))
     verify_graph(graph)
-    return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
+    captured = _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
+    return replace(captured, precision=precision)
+
+
+def _check_precision(precision: str | None) -> None:
+    if precision is None:
+        return
+    check_precision(precision)
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigError(
+                f"precision={precision!r} and torch.autocast({device!r}, "
+                f"{torch.get_autocast_dtype(device)}): each says which operator runs in which "
+                "precision; leave one of them out"
+            )
 
 
 def _captured(
