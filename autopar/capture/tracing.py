@@ -28,7 +28,7 @@ from autopar.capture.untouched import untouched, written_buffers
 from autopar.errors import AutoparError, CaptureError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
-from autopar.ir.precision import check_precision, lower_precision
+from autopar.ir.precision import check_precision, lower_precision, widen_gradients
 from autopar.ir.verify import verify_graph
 from autopar.torch_compat import (
     JointTrace,
@@ -233,7 +233,8 @@ def capture(
         )
     graph = normalise(lowered.graph)
     if precision is not None:
-        graph = with_stable_names(without_dead(lower_precision(graph, precision)))
+        graph = without_dead(lower_precision(graph, precision))
+    graph = with_stable_names(widen_gradients(graph))
     verify_graph(graph)
     captured = _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
     return replace(captured, precision=precision)

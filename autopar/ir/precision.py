@@ -10,8 +10,8 @@ see them. What is special:
   model's code says. Buffers are never cast; a new value of a buffer has the buffer's dtype.
 * *Casts to a wider type* are made anew by the backward pass, so that what is kept for it is the
   narrow value; casts to a narrower one are shared.
-* *Gradients* come back in the precision of the value that they belong to, those of parameters as
-  they are computed, or in float32 where several are added.
+* *Gradients* come back in the precision of the value that they belong to, those of parameters in
+  float32, in which they are summed over micro-batches and ranks.
 * *The model's own casts* stay. In a model whose parameters are in a low precision already, casts to
   that precision mean "back to my dtype" and are left to the rules.
 """
@@ -42,6 +42,7 @@ from autopar.ir.precision_rules import (
     PRECISIONS,
     PROMOTING,
     VIEWS,
+    WHOLE_VIEWS,
     WIDE,
     Family,
     PrecisionRule,
@@ -53,6 +54,7 @@ from autopar.ir.precision_values import (
     argument_of_refs,
     fits,
     is_float,
+    is_half,
     result_metas,
     wanted_parameters,
     widest,
@@ -106,6 +108,37 @@ def lower_precision(graph: Graph, precision: str) -> Graph:
     return _Lowering(graph, low).run()
 
 
+def widen_gradients(graph: Graph) -> Graph:
+    """``graph`` with the gradients of parameters in a low precision yielded in float32.
+
+    They are summed over micro-batches and ranks, and become the parameter's dtype at the end.
+    """
+    metas = graph.metas()
+    table = graph.node_map()
+    casts: dict[str, Node] = {}
+    outputs = []
+    for output in graph.outputs:
+        meta = metas[output.value.name] if output.value is not None else None
+        if output.kind is OutputKind.GRAD and output.value is not None and is_half(meta):
+            assert isinstance(meta, TensorMeta)
+            source = output.value.name
+            maker = table.get(source)
+            casts[source] = Node(
+                name=f"{source}~{WIDE}", op=_CAST, args=(output.value,),
+                meta=replace(meta, dtype=WIDE), kwargs=(("dtype", Dtype(WIDE)),),
+                phase=Phase.BACKWARD, twin=maker.twin if maker else None,
+                scope=maker.scope if maker else "", source=maker.source if maker else "",
+            )  # fmt: skip
+            output = replace(output, value=Ref(casts[source].name))
+        outputs.append(output)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.append(node)
+        if node.name in casts:
+            nodes.append(casts.pop(node.name))
+    return Graph(graph.inputs, (*nodes, *casts.values()), tuple(outputs))
+
+
 class _Lowering:
     """The state of :func:`lower_precision` while it walks the program."""
 
@@ -116,6 +149,7 @@ class _Lowering:
         self.inputs = graph.input_map()
         self.gradients = Gradients(graph)
         self.nodes: list[Node] = []
+        self.makers: dict[str, Node] = {}
         self.metas: dict[str, Meta] = {}
         self.live: set[str] = set()
         self.became: dict[str, str] = {}  # a cast of the model -> what stands for it
@@ -138,8 +172,7 @@ class _Lowering:
                 self.metas[entry.name] = entry.meta
         for node in self.graph.nodes:
             self._node(node)
-        targets = [o.target for o in self.graph.outputs if o.kind is OutputKind.GRAD]
-        outputs = tuple(self._output(o, targets.count(o.target)) for o in self.graph.outputs)
+        outputs = tuple(map(self._output, self.graph.outputs))
         inputs = tuple(
             replace(entry, meta=self.metas[entry.name])  # type: ignore[arg-type]
             if entry.kind is InputKind.TANGENT
@@ -308,12 +341,18 @@ class _Lowering:
         key = (name, dtype, reader.phase if widens else None)
         if key not in self.casts:
             made = f"{name}~{dtype}" + (f"~{reader.phase.value}" if widens else "")
-            cast = Node(
-                name=made, op=_CAST, args=(Ref(name),), meta=replace(meta, dtype=dtype),
-                kwargs=(("dtype", Dtype(dtype)),), phase=reader.phase, twin=reader.twin,
-                scope=reader.scope, source=reader.source,
-            )  # fmt: skip
-            self._append(cast)
+            maker = self.makers.get(name)
+            if not widens and maker is not None and short_name(maker.op) in WHOLE_VIEWS:
+                base = self._cast_of(maker.refs()[0], dtype, reader)
+                args, _ = maker.map_refs(lambda _: Ref(base))
+                cast = replace(maker, args=args, phase=reader.phase)
+            else:
+                cast = Node(
+                    name=made, op=_CAST, args=(Ref(name),), meta=meta,
+                    kwargs=(("dtype", Dtype(dtype)),), phase=reader.phase, twin=reader.twin,
+                    scope=reader.scope, source=reader.source,
+                )  # fmt: skip
+            self._append(replace(cast, name=made, meta=replace(meta, dtype=dtype)))
             self.casts[key] = made
             if widens:
                 self.widened[made] = name
@@ -352,10 +391,11 @@ class _Lowering:
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)
+        self.makers[node.name] = node
         self.metas[node.name] = node.meta
 
     # -- outputs -----------------------------------------------------------------------------------
-    def _output(self, output: Output, num_alike: int) -> Output:
+    def _output(self, output: Output) -> Output:
         if output.value is None or not is_float(self.old[output.value.name]):
             return output
         name = output.value.name
@@ -371,9 +411,7 @@ class _Lowering:
         value = self._read(name, end)
         if output.kind is OutputKind.MUTATION:
             value = self._cast_of(value, self._buffer_dtype(output.target), end)
-        elif (output.kind is OutputKind.LOSS or (backward and num_alike > 1)) and self._dtype(
-            value
-        ) in HALVES:
+        elif (backward or output.kind is OutputKind.LOSS) and self._dtype(value) in HALVES:
             value = self._cast_of(value, WIDE, end)
         return replace(output, value=Ref(value))
 

@@ -26,6 +26,11 @@ WIDE = "float32"
 HALVES = frozenset({"float16", "bfloat16"})
 
 
+def sum_dtype(dtype: str) -> str:
+    """Dtype in which gradients of parameters of ``dtype`` are summed."""
+    return WIDE if dtype in HALVES else dtype
+
+
 class Family(StrEnum):
     """How the precision of an operator is chosen."""
 
@@ -154,6 +159,9 @@ VIEWS = frozenset(
                                 "unsqueeze")
 )  # fmt: skip
 """Operators that only look at a tensor: of a parameter they are read in the reader's precision."""
+
+WHOLE_VIEWS = VIEWS - {"aten.slice", "aten.select"}
+"""Views of all elements: a cast to a narrower type is made below them, once for all of them."""
 
 
 def rule_of(op: str) -> PrecisionRule | None:

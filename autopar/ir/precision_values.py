@@ -26,6 +26,11 @@ def is_float(meta: Meta) -> bool:
     return isinstance(meta, TensorMeta) and meta.is_float
 
 
+def is_half(meta: Meta) -> bool:
+    """Whether it is one tensor in a low precision."""
+    return isinstance(meta, TensorMeta) and meta.dtype in HALVES
+
+
 def widest(metas: Sequence[Meta], *, has_weak_dims: bool) -> str:
     """The dtype that torch gives to an element-wise operator of these operands.
 

@@ -176,7 +176,7 @@ class _Builder:
                 for target in targets:
                     if target in body.grads:
                         layout = self._full(body.grads[target][1])
-                        found[body.index, spec.name] = TensorSpec(spec.meta, layout)
+                        found[body.index, spec.name] = TensorSpec(spec.grad_meta, layout)
         return found
 
     # -- edges -------------------------------------------------------------------------------------
