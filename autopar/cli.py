@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory-limit", metavar="AMOUNT", help="bytes per device, such as 16GiB")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--optimizer", default="adamw", help="kind to keep state for; adamw")
+    plan.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="compute in it, float32 masters"
+    )
     plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of the search")
     fixed = plan.add_argument_group("decisions", "what is left out is the solver's to decide")
     for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
@@ -129,6 +132,7 @@ def _plan(args: argparse.Namespace) -> int:
         memory_limit=None if args.memory_limit is None else _bytes(args.memory_limit),
         optimizer=args.optimizer,
         time_limit_s=args.time_limit,
+        precision=args.precision,
         **_decisions(args),
     )
     plan = cast("Plan", compiled.plan)

@@ -28,6 +28,7 @@ from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
+from autopar.ir.precision import check_precision
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.facts import with_words
@@ -61,6 +62,7 @@ class _Order:
     time_limit_s: float | None
     run: RunOptions
     given: Mapping[str, torch.Tensor] | None
+    precision: str | None = None
 
 
 def compile(  # noqa: PLR0913
@@ -78,6 +80,7 @@ def compile(  # noqa: PLR0913
     state_dict: Mapping[str, torch.Tensor] | None = None,
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    precision: str | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
@@ -105,6 +108,10 @@ def compile(  # noqa: PLR0913
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
+        precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters, gradients and
+            optimizer state (:mod:`autopar.ir.precision_rules` says which operator runs in which);
+            ``"fp32"`` for float32 throughout. Left out: that of ``plan``, else the model's own
+            dtypes.
         constraints: Decisions that are taken already, such as ``pp=2``; see
             :class:`~autopar.api.options.ConstraintOptions`.
 
@@ -126,6 +133,7 @@ def compile(  # noqa: PLR0913
         time_limit_s=time_limit_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed),
         given=state_dict,
+        precision=precision_of(precision, given_plan),
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
@@ -233,6 +241,7 @@ def plan(  # noqa: PLR0913
     optimizer: str = "adamw",
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    precision: str | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
@@ -248,9 +257,10 @@ def plan(  # noqa: PLR0913
         constraints: As in :func:`compile`.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
+        precision: As in :func:`compile`.
     """
     return make_plan(
-        capture_call(model, inputs, args, loss)[1],
+        capture_call(model, inputs, args, loss, precision=precision_of(precision, None))[1],
         devices,
         memory_limit=memory_limit,
         constraints=user_constraints(constraints),
@@ -283,8 +293,28 @@ def make_plan(
         time_limit_s=time_limit_s,
         run=RunOptions(loss=loss),
         given=None,
+        precision=captured.precision,
     )
     return _make_plan(captured, order)
+
+
+def precision_of(wanted: str | None, plan: Plan | None) -> str | None:
+    """The precision that is asked for, else that of the plan.
+
+    Raises:
+        ConfigError: There is no such word.
+        PlanError: The plan was made for another one.
+    """
+    if wanted is None:
+        return None if plan is None else plan.precision
+    check_precision(wanted)
+    if plan is not None and plan.precision != wanted:
+        made = "the model's own dtypes" if plan.precision is None else f"{plan.precision!r}"
+        raise PlanError(
+            f"precision={wanted!r}, and the plan was made for {made}; leave precision= out to take "
+            "the plan's, or plan again"
+        )
+    return wanted
 
 
 def capture_call(
@@ -292,6 +322,8 @@ def capture_call(
     inputs: object,
     args: Sequence[object] | None,
     loss: LossFunction | None,
+    *,
+    precision: str | None = None,
 ) -> tuple[ModelCall, Captured]:
     """The call that ``inputs`` stands for, and its program."""
     positional, named = as_call(inputs, args)
@@ -301,7 +333,9 @@ def capture_call(
         if _BATCH not in inspect.signature(model.forward).parameters:
             del named[_BATCH]
     call = bind_call(model, positional, named, batch=batch)
-    captured = capture(model, positional, named, loss=loss, batch=batch, train=_trains(model))
+    captured = capture(
+        model, positional, named, loss=loss, batch=batch, train=_trains(model), precision=precision
+    )
     return call, captured
 
 
@@ -320,6 +354,7 @@ def _capture(
         loss=order.loss,
         batch=call.values.get(LOSS_BATCH),
         train=_trains(model),
+        precision=order.precision,
     )
     state.planning_s["capture"] = monotonic() - started_s
     return captured
@@ -366,7 +401,11 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
     )
     if seconds is not None:
         seconds.update(stats.seconds)
-    found = replace(found, assumptions=(*found.assumptions, *captured.assumptions))
+    found = replace(
+        found,
+        assumptions=(*found.assumptions, *captured.assumptions),
+        precision=captured.precision,
+    )
     return with_words(found, captured.graph)
 
 

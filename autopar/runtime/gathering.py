@@ -29,6 +29,7 @@ def full_state(
         source = mesh.rank_of(mesh.pipeline_rank(spec.owner), 0, 0)
         value = _to_first(whole, spec.meta, source, place)
         if value is not None:
+            value = value.to(residents.own_dtypes[name])
             result.update(dict.fromkeys(residents.names[name], value))
     for name in residents.saved_order:
         stages = programs.buffer_stages.get(name, ())
@@ -59,6 +60,31 @@ def _to_first(
     arrived = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype), device=place.device)
     dist.recv(arrived, source)
     return arrived.cpu()
+
+
+def keep_own_dtypes(model: torch.nn.Module, residents: Residents) -> None:
+    """Have ``model.state_dict()`` give parameters in the dtypes of the user's model.
+
+    Masters of a model in a low precision are float32 and are cast; with ``keep_vars`` they are
+    given as they are.
+    """
+    narrowed = {
+        alias: dtype
+        for name, dtype in residents.own_dtypes.items()
+        if name in residents.store.every
+        and torch_dtype(residents.store.every[name].meta.dtype) != dtype
+        for alias in residents.names[name]
+    }
+    if not narrowed:
+        return
+
+    def hook(_: torch.nn.Module, found: dict[str, torch.Tensor], prefix: str, __: object) -> None:
+        for name, dtype in narrowed.items():
+            value = found.get(prefix + name)
+            if value is not None and not isinstance(value, torch.nn.Parameter):
+                found[prefix + name] = value.to(dtype)
+
+    model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def load_state(
