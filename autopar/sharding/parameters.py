@@ -167,6 +167,14 @@ class Mover:
         """Reshard a value between full layouts; the axis ``mb`` takes no part."""
         return self._emitter.reshard(ref, meta.shape, self._space(have), self._space(want))
 
+    def cast(self, ref: Ref, dtype: str) -> Ref:
+        """A value in another dtype."""
+        meta = self._emitter.meta(ref)
+        if meta.dtype == dtype:
+            return ref
+        cast = TensorMeta(meta.shape, dtype)
+        return self._emitter.emit("aten._to_copy.default", (ref,), cast, (("dtype", Dtype(dtype)),))
+
     def yields(self, target: str, ref: Ref) -> None:
         """Declare an output."""
         self._outputs.append((target, ref))
@@ -180,7 +188,7 @@ class Mover:
         """From the layout and dtype at rest to what programs read: cast first, gathered then."""
         ref = self.bind(InputKind.PARAM, spec.name, spec.meta, spec.storage)
         meta = spec.compute_meta
-        ref = self._cast(ref, meta.dtype)
+        ref = self.cast(ref, meta.dtype)
         if not spec.parts:
             self.yields(spec.name, self.move(ref, meta, spec.storage, spec.compute))
             return
@@ -192,15 +200,8 @@ class Mover:
                 (whole, where.dim, where.start, where.stop, 1),
                 TensorMeta(part.meta.shape, meta.dtype),
             )
-            piece = self._cast(piece, part.meta.dtype)
+            piece = self.cast(piece, part.meta.dtype)
             self.yields(part.target, self.move(piece, part.meta, (R, R, R), part.compute))
-
-    def _cast(self, ref: Ref, dtype: str) -> Ref:
-        meta = self._emitter.meta(ref)
-        if meta.dtype == dtype:
-            return ref
-        cast = TensorMeta(meta.shape, dtype)
-        return self._emitter.emit("aten._to_copy.default", (ref,), cast, (("dtype", Dtype(dtype)),))
 
     def reduce(self, spec: ParamSpec, grads: Mapping[str, Layout]) -> None:
         """From accumulated gradients to the layout at rest, in the dtype of sums.
