@@ -224,7 +224,8 @@ def capture(
         trace = _export(traced, fakes)
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
-    check_dtypes(lowered.graph)
+    if precision is None:  # else operands are cast
+        check_dtypes(lowered.graph)
     if traced.changed:
         names = ", ".join(sorted(traced.changed)[:3])
         assumptions.append(
