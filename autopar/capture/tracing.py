@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, CaptureError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
 from autopar.ir.precision import check_precision, lower_precision, widen_gradients
+from autopar.ir.precision_rules import HALVES
 from autopar.ir.verify import verify_graph
 from autopar.torch_compat import (
     JointTrace,
@@ -234,11 +235,23 @@ def capture(
         )
     graph = normalise(lowered.graph)
     if precision is not None:
+        assumptions += _precision_notes(graph, precision)
         graph = without_dead(lower_precision(graph, precision))
     graph = with_stable_names(widen_gradients(graph))
     verify_graph(graph)
     captured = _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
     return replace(captured, precision=precision)
+
+
+def _precision_notes(graph: Graph, precision: str) -> list[str]:
+    """What a precision changes in a model that is in a low one already."""
+    metas = [i.meta for i in graph.of_kind(InputKind.PARAM)]
+    own = sorted({m.dtype for m in metas if m is not None and m.dtype in HALVES})
+    return [
+        f"the model is in {dtype}: its trained parameters became float32 masters, and its own "
+        f"casts to {dtype} are left to the rules of precision={precision!r}"
+        for dtype in own
+    ]
 
 
 def _check_precision(precision: str | None) -> None:

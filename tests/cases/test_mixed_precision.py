@@ -318,6 +318,7 @@ def test_masters_are_float32_and_state_dicts_keep_the_dtype_of_the_users_model()
         assert all(torch.equal(state[name], before[name]) for name in before)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
+    assert any("became float32 masters" in line for line in model.plan.assumptions)
     changed = [n for n, p in model.named_parameters() if not torch.equal(p, masters[n])]
     assert len(changed) == len(masters), "a master takes a step that bfloat16 would round away"
     for given in (before, {name: value.float() for name, value in before.items()}):
