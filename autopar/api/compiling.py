@@ -108,10 +108,8 @@ def compile(  # noqa: PLR0913
         state_dict: Whole tensors by name in the place of the model's own; may load lazily.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
-        precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters, gradients and
-            optimizer state (:mod:`autopar.ir.precision_rules` says which operator runs in which);
-            ``"fp32"`` for float32 throughout. Left out: that of ``plan``, else the model's own
-            dtypes.
+        precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters and gradients
+            (:mod:`autopar.ir.precision_rules`), ``"fp32"``; left out, the model's own dtypes.
         constraints: Decisions that are taken already, such as ``pp=2``; see
             :class:`~autopar.api.options.ConstraintOptions`.
 
@@ -136,20 +134,25 @@ def compile(  # noqa: PLR0913
         precision=precision_of(precision, given_plan),
     )  # fmt: skip
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
-    guard = OptimizerGuard(optimizer) if _runs_here(order.cluster) else None
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
-    state = CompiledState(
-        launch=lambda owner, call: _launch_lazily(owner, call, order, state),
-        guard=guard,
-        has_loss=loss is not None,
-        takes_batch=takes_batch and loss is not None,
-        report=render_plan,
-    )
+    state = _new_state(order, takes_batch=takes_batch and loss is not None)
     _check_names(model, state_dict)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
     return model
+
+
+def _new_state(order: _Order, *, takes_batch: bool) -> CompiledState:
+    """What a compiled module knows before it is planned."""
+    state = CompiledState(
+        launch=lambda owner, call: _launch_lazily(owner, call, order, state),
+        guard=OptimizerGuard(order.optimizer) if _runs_here(order.cluster) else None,
+        has_loss=order.loss is not None,
+        takes_batch=takes_batch,
+        report=render_plan,
+    )
+    return state
 
 
 def _start(
