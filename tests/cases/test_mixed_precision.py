@@ -269,6 +269,7 @@ def test_parameters_are_cast_before_they_are_gathered_and_gradients_summed_in_fl
     batch = {"x": torch.randn(64, WIDTH)}
     captured = capture(Blocks(), (), batch, precision="bf16")
     made, programs = localized(captured, dp=2, zero=3)
+    assert made.objective_s == pytest.approx(made.time_s, rel=1e-9), "the solver prices the casts"
     stage = programs.stages[0]
     gathered = [n.meta for n in stage.unshard.nodes if n.op == "comm.all_gather"]
     assert any(isinstance(m, TensorMeta) and m.dtype == "bfloat16" for m in gathered)
@@ -326,6 +327,16 @@ def test_masters_are_float32_and_state_dicts_keep_the_dtype_of_the_users_model()
         assert float(model(**batch)["loss"].detach()) == loss
     kept = model.state_dict(keep_vars=True)
     assert all(kept[n] is p for n, p in model.named_parameters())
+
+
+def test_a_bf16_model_can_be_computed_in_float32() -> None:
+    batch, model = mlp_batch(), in_parameters(Mlp(), torch.bfloat16)
+    loss, wanted = one_step(copy.deepcopy(model).float(), batch)
+    model = autopar.compile(model, 1, batch, precision="fp32")
+    found = one_step(model, batch)
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    assert distance(found[1], wanted) < 1e-6
+    assert {v.dtype for v in model.state_dict().values()} == {torch.bfloat16}
 
 
 def test_an_optimizer_built_before_compile_steps_the_masters() -> None:
