@@ -1,11 +1,8 @@
-"""Low precision with float32 masters, autocast, models that are in a low precision already."""
+"""Low precision with float32 masters, and models that are in a low precision already."""
 
 from __future__ import annotations
 
 import copy
-import json
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -16,97 +13,33 @@ import autopar
 from autopar.api.compiling import plan
 from autopar.capture.reference import bind_inputs, gradients, run_graph
 from autopar.capture.tracing import Captured, capture
-from autopar.cli import main
-from autopar.errors import ConfigError, PlanError
 from autopar.ir.graph import Graph, InputKind, OutputKind, Phase, Ref, TensorMeta
 from autopar.plan.decisions import decisions_of
-from autopar.plan.io import load_plan, plan_from_json, plan_to_json, save_plan
 from autopar.plan.types import Plan
-from autopar.runtime.equivalence import verify_programs
-from autopar.runtime.variants import schedule_actions
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.force import forced_plan
 from cost_models.memory import saved_bytes
-from tests.equivalence.harness import Problem, problem_of, simulate
+from tests.equivalence.harness import problem_of, simulate
+from tests.precision_models import (
+    WIDTH,
+    Batch,
+    Blocks,
+    Mlp,
+    Rotary,
+    check_plan,
+    distance,
+    in_parameters,
+    mlp_batch,
+    one_step,
+)
 from tests.zoo import build, tiny_models
-
-BATCH, WIDTH = 8, 32
-Batch = Mapping[str, object]
-
-
-class Mlp(torch.nn.Module):
-    """Two layers and a norm; ``scale`` shrinks the loss, and with it the gradients."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(WIDTH, WIDTH)
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.last = torch.nn.Linear(WIDTH, WIDTH)
-        self.scale = scale
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = self.last(torch.nn.functional.gelu(self.norm(self.first(x))))
-        return {"loss": (out.float() - y).square().mean() * self.scale, "out": out}
-
-
-class Rotary(torch.nn.Module):
-    """A position table from a float32 buffer, as models with rotary embeddings have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        frequencies = 1.0 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
-        self.linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = positions.float().unsqueeze(-1) @ self.inv_freq.unsqueeze(0)
-        table = torch.cat([angles.cos(), angles.sin()], -1)
-        return (self.linear(x) * table.to(x.dtype)).float().square().mean()
-
-
-def mlp_batch(seed: int = 1) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {"x": torch.randn(BATCH, WIDTH), "y": torch.randn(BATCH, WIDTH)}
-
-
-def in_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Parameters cast, buffers not."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def one_step(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients, in float64."""
-    output = model(**batch)
-    loss = output if isinstance(output, torch.Tensor) else output["loss"]
-    loss.backward()
-    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), grads
-
-
-def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """Relative distance of all gradients together."""
-    gap = sum(float((found[n].double() - w).square().sum()) for n, w in wanted.items())
-    return float((gap / sum(float(w.square().sum()) for w in wanted.values())) ** 0.5)
 
 
 def localized(captured: Captured, **degrees: object) -> tuple[Plan, LocalPrograms]:
     graph = captured.graph
     plan = forced_plan(graph, captured.hash, **degrees)  # type: ignore[arg-type]
     return plan, localize(graph, decisions_of(plan, graph), signatures_of(graph))
-
-
-def check_plan(problem: Problem, **degrees: object) -> None:
-    """Simulated ranks under a forced plan against one device, in float64."""
-    made = forced_plan(problem.graph, "hash", **degrees)  # type: ignore[arg-type]
-    programs = localize(problem.graph, decisions_of(made, problem.graph), problem.signatures)
-    actions = schedule_actions(programs, made, backward=True, has_loss=True)
-    outcome = verify_programs(problem.graph, programs, made.mesh, actions, problem.values)
-    assert outcome.worst.ratio < 1
 
 
 def depends_only_on(graph: Graph, kinds: set[InputKind]) -> set[str]:
@@ -221,26 +154,6 @@ def test_a_bf16_model_with_a_float32_position_buffer_equals_eager_bit_for_bit() 
 
 
 # -- memory and traffic --------------------------------------------------------------------------
-class Blocks(torch.nn.Module):
-    """Norm, a wide layer, an activation, a layer back: what a transformer keeps most of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(
-                torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(),
-                torch.nn.Linear(4 * WIDTH, WIDTH),
-            )
-            for _ in range(3)
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 def test_activations_in_bf16_take_about_half() -> None:
     batch = {"x": torch.randn(64, WIDTH)}
     kept = {}
@@ -455,133 +368,6 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0**39
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-# -- autocast ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2}, {"pp": 2}], ids=["tp2", "dp2", "pp2"])
-def test_plans_under_autocast_equal_one_device(degrees: dict[str, int]) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        problem = problem_of(*build("llama", layers=1))
-    assert any(n.op == "aten._to_copy.default" for n in problem.graph.nodes)
-    check_plan(problem, num_microbatches=2, **degrees)
-
-
-def test_forward_under_autocast_and_backward_outside_equal_eager() -> None:
-    batch = mlp_batch()
-    model, twin = Mlp(), Mlp()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model = autopar.compile(model, 1, batch)
-        losses = [m(**batch)["loss"] for m in (model, twin)]
-    for loss in losses:
-        loss.backward()
-    assert torch.allclose(losses[0].detach(), losses[1].detach(), rtol=1e-3)
-    found, wanted = (
-        {n: p.grad.double() for n, p in m.named_parameters() if p.grad is not None}
-        for m in (model, twin)
-    )
-    assert distance(found, wanted) < 1e-2
-    assert model(**batch)["loss"].dtype == torch.float32, "a call outside runs in float32"
-
-
-# -- the plan and its words ----------------------------------------------------------------------
-def test_the_precision_is_part_of_the_plan_and_is_taken_from_it(tmp_path) -> None:
-    batch, path = mlp_batch(), tmp_path / "plan.json"
-    model = autopar.compile(Mlp(), 1, batch, precision="bf16")
-    save_plan(model.plan, path)
-    assert load_plan(path) == model.plan
-    again = autopar.compile(Mlp(), 1, batch, plan=path)
-    assert again.plan.precision == "bf16"
-    with pytest.raises(PlanError, match=re.escape("precision='fp16', and the plan was made for")):
-        autopar.compile(Mlp(), 1, batch, plan=path, precision="fp16")
-    single = autopar.compile(Mlp(), 1, batch)
-    with pytest.raises(PlanError, match="the model's own dtypes"):
-        autopar.compile(Mlp(), 1, batch, plan=single.plan, precision="bf16")
-
-
-def test_a_file_from_before_there_was_a_precision_still_loads() -> None:
-    made = autopar.compile(Mlp(), 1, mlp_batch()).plan
-    data = json.loads(plan_to_json(made))
-    data["version"] = 1
-    del data["plan"]["precision"], data["plan"]["precision_words"]
-    assert plan_from_json(json.dumps(data), accept_edits=True) == made
-    data["version"] = 2
-    with pytest.raises(PlanError, match=re.escape("lacks the field plan.precision")):
-        plan_from_json(json.dumps(data), accept_edits=True)
-
-
-def test_the_report_says_which_operators_ran_in_which_precision() -> None:
-    model = autopar.compile(Mlp(), 1, mlp_batch(), precision="bf16")
-    graph = capture(Mlp(), (), mlp_batch(), precision="bf16").graph
-    products = sum(n.op == "aten.mm.default" for n in graph.nodes)
-    assert f"{products} x mm" in model.plan.precision_words["bfloat16"]
-    assert "1 x native_layer_norm" in model.plan.precision_words["float32"]
-    report = model.report()
-    assert "Precision bf16" in report
-    assert f"{products} x mm" in report
-    assert "bf16 with float32 masters" in str(model.plan)
-
-
-def test_the_command_line_takes_a_precision(tmp_path, capsys) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Flatten(0))\n"
-        "    return model, {'input': torch.zeros(4, 8)}\n"
-    )
-    command = ["plan", f"{script}:build", "--devices", "2:h100-sxm", "--json"]
-    assert main([*command, "--precision", "bf16"]) == 0
-    assert json.loads(capsys.readouterr().out)["precision"] == "bf16"
-    with pytest.raises(SystemExit):
-        main([*command, "--precision", "fp8"])
-    assert "invalid choice: 'fp8'" in capsys.readouterr().err
-
-
-def test_verify_checks_a_plan_in_its_precision() -> None:
-    report = autopar.verify(Mlp(), "2:cpu", mlp_batch(), dp=2, precision="bf16")
-    assert report.plan_error <= report.plan_allowed
-    assert 0 < report.eager_error <= report.eager_allowed
-
-
-def test_planning_alone_takes_a_precision_too() -> None:
-    model = autopar.compile(Mlp(), "2x8:h100-sxm", mlp_batch(), dp=8, precision="bf16")
-    assert model.plan.precision == "bf16"
-    assert next(model.parameters()).dtype == torch.float32
-
-
-# -- refusals ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("word", ["fp8", "bfloat16", torch.bfloat16, 16, ""])
-def test_an_unknown_precision_is_refused_with_the_known_ones(word: object) -> None:
-    with pytest.raises(ConfigError, match=re.escape("must be one of 'fp32', 'bf16', 'fp16'")):
-        autopar.compile(Mlp(), 1, mlp_batch(), precision=word)
-
-
-def test_a_model_without_floating_point_parameters_has_no_precision() -> None:
-    class Counter(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Parameter(torch.arange(8), requires_grad=False)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.table[ids].sum()
-
-    with pytest.raises(ConfigError, match="reads no floating-point parameter"):
-        autopar.compile(Counter(), 1, {"ids": torch.arange(4)}, precision="bf16")
-
-
-def test_float64_models_are_refused_with_the_remedy() -> None:
-    batch = {name: value.double() for name, value in mlp_batch().items()}
-    with pytest.raises(ConfigError, match=re.escape("convert the model by .float()")):
-        autopar.compile(Mlp().double(), 1, batch, precision="bf16")
-
-
-def test_precision_and_autocast_together_are_refused() -> None:
-    said = re.escape("precision='bf16' and torch.autocast('cpu', torch.bfloat16)")
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=said):
-        autopar.compile(Mlp(), 1, mlp_batch(), precision="bf16")
-    model = autopar.compile(Mlp(), 1, mlp_batch(), precision="bf16")
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=said):
-        model(**mlp_batch())
 
 
 def test_outputs_of_the_program_name_what_the_model_returns() -> None:
