@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--optimizer", default="adamw", help="kind to keep state for; adamw")
     plan.add_argument("--mode", choices=["train", "inference"], help="inference: forwards only")
+    plan.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="compute in it, float32 masters"
+    )
     plan.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of the search")
     fixed = plan.add_argument_group("decisions", "what is left out is the solver's to decide")
     for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
@@ -131,6 +134,7 @@ def _plan(args: argparse.Namespace) -> int:
         optimizer=args.optimizer,
         mode=args.mode,
         time_limit_s=args.time_limit,
+        precision=args.precision,
         **_decisions(args),
     )
     plan = cast("Plan", compiled.plan)

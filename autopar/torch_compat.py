@@ -499,3 +499,32 @@ def no_value_checks() -> Iterator[None]:
         yield
     finally:
         kind.set_default_validate_args(before)
+
+
+def watch_unscaling(observer: Any) -> Any:
+    """Call ``observer(optimizer, found)`` after a scaler looked at an optimizer's gradients.
+
+    ``found`` is what the scaler will act on: device -> tensor that is not 0 where a gradient was
+    not finite. The observer may change it in place.
+
+    Returns:
+        The function that ends the watch.
+    """
+    from torch.amp.grad_scaler import GradScaler
+
+    scaler: Any = GradScaler
+    watchers = getattr(scaler, "autopar_watchers", None)
+    if watchers is None:
+        watchers = scaler.autopar_watchers = []
+        unscale = scaler._unscale_grads_
+
+        @functools.wraps(unscale)
+        def watched(self: Any, optimizer: Any, *args: Any) -> Any:
+            found = unscale(self, optimizer, *args)
+            for watch in tuple(watchers):
+                watch(optimizer, found)
+            return found
+
+        scaler._unscale_grads_ = watched
+    watchers.append(observer)
+    return lambda: watchers.remove(observer)

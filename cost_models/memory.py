@@ -10,8 +10,8 @@ level stored parameter     compute copy        gradient accumulator optimizer
 ===== ==================== =================== ==================== ===========
 
 *Stored* parameters are what ``parameters()`` returns: in the master dtype. Gradients are
-accumulated in the master dtype. A share is the largest one: dim 0 is cut into blocks of
-``ceil(size / dp)``. What activations take is in :mod:`cost_models.liveness`.
+accumulated in the master dtype, in float32 for lower ones. A share is the largest one: dim 0 is
+cut into blocks of ``ceil(size / dp)``. What activations take is in :mod:`cost_models.liveness`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from math import prod
 
 from autopar.errors import ConfigError
 from autopar.ir.graph import ITEM_BYTES, TensorMeta
+from autopar.ir.precision_rules import sum_dtype
 from cost_models.liveness import (
     Liveness,
     liveness,
@@ -155,11 +156,14 @@ def parameter_state_bytes(
     is_spread = dp > 1 and zero_level >= (1 if requires_grad else 3)
     needs_copy = is_spread or master.dtype != parameter.dtype
     stored = share if is_spread else master
+    summed = TensorMeta(master.shape, sum_dtype(master.dtype))
+    if zero_level >= 2:
+        summed = shard_meta(summed, dp)
     return StateBytes(
         stored_bytes=stored.bytes,
         compute_bytes=parameter.bytes if needs_copy else 0,
         is_compute_lasting=zero_level < 3 or not is_spread,
-        grad_bytes=((share if zero_level >= 2 else master).bytes if requires_grad else 0),
+        grad_bytes=summed.bytes if requires_grad else 0,
         optimizer_bytes=optimizer_state_bytes(optimizer, stored) if requires_grad else 0,
     )
 

@@ -54,6 +54,7 @@ def hand_made_plan(
             for s in range(mesh.num_stages)
         ),
         splits=splits_text(choices),
+        precision=captured.precision,
     )
 
 

@@ -15,6 +15,14 @@ from typing import TypeVar, Unpack
 import torch
 import torch.distributed as dist
 
+from autopar.api.arguments import (
+    check_arguments,
+    check_kinds,
+    check_names,
+    check_word,
+    chosen_mode,
+    precision_of,
+)
 from autopar.api.environment import (
     find_place,
     is_launched,
@@ -34,7 +42,7 @@ from autopar.plan.types import Plan
 from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.failure import FailFast
-from autopar.runtime.module import CompiledState, bind, extend, is_compiled, uncompiled
+from autopar.runtime.module import CompiledState, bind, extend, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.place import Place
 from autopar.runtime.pretrained import opened
@@ -49,8 +57,6 @@ M = TypeVar("M", bound=torch.nn.Module)
 Devices = int | str | Path | Cluster
 LossFunction = Callable[[object, object], torch.Tensor]
 _BATCH = "batch"
-_ON_UNKNOWN = ("replicate", "error")
-MODES = ("train", "inference")
 _GENERATORS = ("counter", "torch")
 
 
@@ -69,6 +75,7 @@ class _Order:
     timeout_s: float | None
     run: RunOptions
     given: Mapping[str, torch.Tensor] | None
+    precision: str | None = None
 
     def wishes(self) -> dict[str, str]:
         """Arguments that every rank must give alike; what a rank finds out itself may differ."""
@@ -102,6 +109,7 @@ def compile(  # noqa: PLR0913
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
+    precision: str | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
@@ -137,6 +145,8 @@ def compile(  # noqa: PLR0913
         time_limit_s: Wall-clock guard of the search.
         timeout_s: How long a step may last, other ranks' loading and saving included, before all
             ranks are ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
+        precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters and gradients
+            (:mod:`autopar.ir.precision_rules`), ``"fp32"``; left out, the model's own dtypes.
         constraints: Decisions that are taken already, such as ``pp=2``; see
             :class:`~autopar.api.options.ConstraintOptions`.
 
@@ -145,10 +155,10 @@ def compile(  # noqa: PLR0913
         CaptureError: The model can't be captured.
         InfeasibleError: No plan fits the memory.
     """
-    _check_arguments(model, on_unknown)
+    check_arguments(model, on_unknown)
     given = opened(state_dict)
-    _check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s))
-    _check_word("rng", rng, _GENERATORS)
+    check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s))
+    check_word("rng", rng, _GENERATORS)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
@@ -163,6 +173,7 @@ def compile(  # noqa: PLR0913
         timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
         given=given,
+        precision=precision_of(precision, given_plan),
     )  # fmt: skip
     if rng == "torch":
         order = _as_it_is(order)
@@ -174,7 +185,7 @@ def _compiled(model: M, order: _Order, inputs: object, args: Sequence[object] | 
     order.constraints.for_solver()  # a wrong word is refused before anything is captured
     takes_batch = inputs is None or (isinstance(inputs, Mapping) and _BATCH in inputs)
     state = _new_state(order, takes_batch=takes_batch)
-    _check_names(model, order.given)
+    check_names(model, order.given)
     if inputs is not None or args is not None:
         _start(model, as_call(inputs, args), order, state)
     extend(model, state)
@@ -218,55 +229,6 @@ def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
     state.report = functools.partial(render_plan, graph=captured.graph)
 
 
-def _check_kinds(
-    loss: object,
-    plan: object,
-    outputs: object,
-    seed: object,
-    given: object,
-    limits_s: tuple[object, object],
-) -> None:
-    """Refuse arguments of another kind: they would be misread, or fail late and unclearly."""
-    for name, value, fits, wanted in (
-        ("loss", loss, callable(loss), "a function of (output, batch)"),
-        ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
-        ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
-        ("seed", seed, type(seed) is int, "a whole number"),
-        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors, or a path"),
-        ("time_limit_s", limits_s[0], _is_positive(limits_s[0]), "seconds above 0"),
-        ("timeout_s", limits_s[1], _is_positive(limits_s[1]), "seconds above 0"),
-    ):
-        if value is not None and not fits:
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
-    if loss is not None and outputs:
-        raise ConfigError(
-            f"outputs={outputs!r}: with loss= a call returns the loss alone; leave one of the two "
-            "out, or let the model return its loss"
-        )
-
-
-def _check_word(name: str, value: object, words: Sequence[str]) -> None:
-    if value not in words:
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, words))}")
-
-
-def chosen_mode(mode: str | None, plan: Plan | None) -> str:
-    """``mode``, or that of a given plan; training if there is neither.
-
-    Raises:
-        ConfigError: There is no such mode.
-        PlanError: The plan was made for the other one.
-    """
-    if mode is None:
-        return "train" if plan is None else plan.mode
-    _check_word("mode", mode, MODES)
-    if plan is not None and plan.mode != mode:
-        raise PlanError(
-            f"mode={mode!r}: the plan was made for {plan.mode!r}; leave mode out, or plan again"
-        )
-    return mode
-
-
 def _as_it_is(order: _Order) -> _Order:
     """The order with what torch's own generator needs: one device, and the batch in one piece.
 
@@ -293,41 +255,6 @@ def _as_it_is(order: _Order) -> _Order:
     return replace(order, constraints=replace(wish, num_microbatches=1, recompute="none"))
 
 
-def _check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
-    """Refuse a state dict with names that the model has not: it is another model's."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    unknown = [name for name in given or {} if name not in own]
-    if unknown:
-        raise ConfigError(
-            f"state_dict: {len(unknown)} of {len(given or {})} names are unknown to "
-            f"{type(model).__name__}, the first is {unknown[0]!r}; the model's are such as "
-            f"{', '.join(map(repr, list(own)[:3]))}; leave the others out"
-        )
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"the model is {model!r} of type {type(model).__name__}; give an object of "
-            "torch.nn.Module"
-        )
-    if is_compiled(model):
-        raise ConfigError(
-            f"this {type(model).__name__} is compiled already; build a new one to compile it again"
-        )
-    if on_unknown not in _ON_UNKNOWN:
-        raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
-
-
 def plan(  # noqa: PLR0913
     model: torch.nn.Module,
     devices: Devices,
@@ -340,6 +267,7 @@ def plan(  # noqa: PLR0913
     mode: str = "train",
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    precision: str | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
@@ -356,9 +284,17 @@ def plan(  # noqa: PLR0913
         constraints: As in :func:`compile`.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
+        precision: As in :func:`compile`.
     """
     return make_plan(
-        capture_call(model, inputs, args, loss, mode=chosen_mode(mode, None))[1],
+        capture_call(
+            model,
+            inputs,
+            args,
+            loss,
+            mode=chosen_mode(mode, None),
+            precision=precision_of(precision, None),
+        )[1],
         devices,
         memory_limit=memory_limit,
         constraints=user_constraints(constraints),
@@ -393,6 +329,7 @@ def make_plan(
         timeout_s=None,
         run=RunOptions(loss=loss),
         given=None,
+        precision=captured.precision,
     )
     return _make_plan(captured, order)
 
@@ -404,6 +341,7 @@ def capture_call(
     loss: LossFunction | None,
     *,
     mode: str = "train",
+    precision: str | None = None,
 ) -> tuple[ModelCall, Captured]:
     """The call that ``inputs`` stands for, and its program."""
     positional, named = as_call(inputs, args)
@@ -414,7 +352,9 @@ def capture_call(
             del named[_BATCH]
     call = bind_call(model, positional, named, batch=batch)
     train = _trains(model, mode)
-    captured = capture(model, positional, named, loss=loss, batch=batch, train=train)
+    captured = capture(
+        model, positional, named, loss=loss, batch=batch, train=train, precision=precision
+    )
     return call, captured
 
 
@@ -433,6 +373,7 @@ def _capture(
         loss=order.loss,
         batch=call.values.get(LOSS_BATCH),
         train=_trains(model, order.mode),
+        precision=order.precision,
     )
     state.planning_s["capture"] = monotonic() - started_s
     return captured
@@ -479,7 +420,11 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
     )
     if seconds is not None:
         seconds.update(stats.seconds)
-    found = replace(found, assumptions=(*found.assumptions, *captured.assumptions))
+    found = replace(
+        found,
+        assumptions=(*found.assumptions, *captured.assumptions),
+        precision=captured.precision,
+    )
     return with_words(found, captured.graph)
 
 

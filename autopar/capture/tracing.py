@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +21,15 @@ from autopar.capture.checks import check_dtypes, check_random
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
-from autopar.capture.normalise import normalise
+from autopar.capture.normalise import normalise, with_stable_names, without_dead
 from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
 from autopar.capture.untouched import untouched, written_buffers
 from autopar.errors import AutoparError, CaptureError, ConfigError
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
+from autopar.ir.precision import check_precision, lower_precision, widen_gradients
+from autopar.ir.precision_rules import HALVES
 from autopar.ir.verify import verify_graph
 from autopar.torch_compat import (
     JointTrace,
@@ -63,6 +65,7 @@ class Captured:
         dropped_outputs: ``"path (class)"`` of entries of the result that can't be taken apart.
         constants: Tensors of the program's constant inputs by name.
         assumptions: What the program takes for granted, for the report.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
     """
 
     graph: Graph
@@ -76,6 +79,7 @@ class Captured:
     dropped_outputs: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
     assumptions: tuple[str, ...]
+    precision: str | None = None
 
     @property
     def input_paths(self) -> tuple[str, ...]:
@@ -179,6 +183,7 @@ def capture(
     loss: LossFunction | None = None,
     batch: object = None,
     train: bool = True,
+    precision: str | None = None,
 ) -> Captured:
     """The program of one training step of ``model(*args, **kwargs)``.
 
@@ -191,11 +196,14 @@ def capture(
         batch: What ``loss`` gets as second argument. Without it: the only positional argument,
             the tuple of positional arguments, the dict of keyword arguments, or a pair of both.
         train: False gives the forward alone.
+        precision: Compute in it, with float32 masters (:mod:`autopar.ir.precision`); None: in the
+            model's own dtypes.
 
     Raises:
         CaptureError: The model's code fails or decides by values; names the line.
-        ConfigError: The inputs do not fit, or nothing can be trained.
+        ConfigError: The inputs do not fit, nothing can be trained, or ``precision`` can't be had.
     """
+    _check_precision(precision)
     call = bind_call(model, args, kwargs or {}, batch=batch)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if train and not trained:
@@ -227,7 +235,8 @@ def capture(
         trace = _export(traced, fakes)
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
-    check_dtypes(lowered.graph)
+    if precision is None:  # else operands are cast
+        check_dtypes(lowered.graph)
     if traced.changed:
         names = ", ".join(sorted(traced.changed)[:3])
         assumptions.append(
@@ -236,8 +245,37 @@ def capture(
         )
     graph = normalise(lowered.graph)
     check_random(graph)
+    if precision is not None:
+        assumptions += _precision_notes(graph, precision)
+        graph = without_dead(lower_precision(graph, precision))
+    graph = with_stable_names(widen_gradients(graph))
     verify_graph(graph)
-    return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
+    captured = _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
+    return replace(captured, precision=precision)
+
+
+def _precision_notes(graph: Graph, precision: str) -> list[str]:
+    """What a precision changes in a model that is in a low one already."""
+    metas = [i.meta for i in graph.of_kind(InputKind.PARAM)]
+    own = sorted({m.dtype for m in metas if m is not None and m.dtype in HALVES})
+    return [
+        f"the model is in {dtype}: its trained parameters became float32 masters, and its own "
+        f"casts to {dtype} are left to the rules of precision={precision!r}"
+        for dtype in own
+    ]
+
+
+def _check_precision(precision: str | None) -> None:
+    if precision is None:
+        return
+    check_precision(precision)
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigError(
+                f"precision={precision!r} and torch.autocast({device!r}, "
+                f"{torch.get_autocast_dtype(device)}): each says which operator runs in which "
+                "precision; leave one of them out"
+            )
 
 
 def _captured(

@@ -155,6 +155,7 @@ class Input:
         aliases: Other names of the same tensor (tied weights), in registration order.
         part: The slice of a parameter that this input is; ``target`` is then its text, and so is
             the target of its gradient.
+        master: Dtype in which a parameter rests, if it is another one than that of ``meta``.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Input:
     requires_grad: bool = False
     aliases: tuple[str, ...] = ()
     part: Part | None = None
+    master: str = ""
 
     @property
     def param(self) -> str:

@@ -30,6 +30,8 @@ def format_input(entry: Input) -> str:
     notes = " trainable" if entry.requires_grad else ""
     if entry.aliases:
         notes += f" aliases={list(entry.aliases)}"
+    if entry.master:
+        notes += f" master={entry.master}"
     return f"input  {entry.name}: {format_meta(entry.meta)} = {entry.kind} {entry.target!r}{notes}"
 
 

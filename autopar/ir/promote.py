@@ -15,7 +15,10 @@ def promote(graph: Graph) -> Graph:
     names and the two programs can be compared one by one.
     """
     return Graph(
-        inputs=tuple(replace(i, meta=_promote_meta(i.meta)) for i in graph.inputs),  # type: ignore[arg-type]
+        inputs=tuple(
+            replace(i, meta=_promote_meta(i.meta), master="")  # type: ignore[arg-type]
+            for i in graph.inputs
+        ),
         nodes=tuple(
             replace(
                 node,

@@ -24,9 +24,13 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+_LATER: Mapping[str, tuple[Json, int]] = {"precision": (None, 2), "precision_words": ({}, 2)}
+"""Fields of the plan that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _REDO = "restore the file, or plan again"
@@ -66,9 +70,9 @@ def plan_from_json(text: str, *, source: str = "<text>", accept_edits: bool = Fa
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f"{source} is no plan: its field 'format' is not {FORMAT!r}; {_REDO}")
     version = data.get("version")
-    if version != VERSION:
+    if version not in READABLE:
         raise PlanError(
-            f"{source} has version {version!r}, this autopar reads version {VERSION}; "
+            f"{source} has version {version!r}, this autopar reads version {VERSION} and older; "
             "plan again, or read it with the autopar that wrote it"
         )
     for name in ("checksum", "plan", "strategies"):
@@ -82,7 +86,10 @@ def plan_from_json(text: str, *, source: str = "<text>", accept_edits: bool = Fa
             f"its content has {found:.12}...; plan again, or accept the edit with "
             "load_plan(path, accept_edits=True) or --accept-edits"
         )
-    return cast(Plan, _Reader(source).read(_with_texts(body, source), Plan, "plan"))
+    value = _with_texts(body, source)
+    if isinstance(value, dict):
+        value = {**{n: v for n, (v, since) in _LATER.items() if since > version}, **value}
+    return cast(Plan, _Reader(source).read(value, Plan, "plan"))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

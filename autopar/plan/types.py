@@ -220,6 +220,8 @@ class Plan:
         provenance: Versions and sources of prices.
         names: Input of the graph -> the user's name of the call argument or parameter.
         param_words: Parameter -> how ``tp`` and ZeRO-3 split it, in words; empty if nothing does.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
+        precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
     """
 
     model_hash: str
@@ -244,6 +246,8 @@ class Plan:
     provenance: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     param_words: Mapping[str, str] = field(default_factory=dict)
+    precision: str | None = None
+    precision_words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
@@ -258,7 +262,8 @@ class Plan:
             + (f", {idle} idle" if idle else ""),
             f"{self.schedule.value}, {_counted(self.num_microbatches, 'micro-batch')}, "
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.memory_limit_bytes)} on the worst device",
+            f"{format_bytes(self.memory_limit_bytes)} on the worst device"
+            + (f", {self.precision} with float32 masters" if self.precision else ""),
         ]
         lines += [
             f"stage {s.index}: {_ranks(s.devices)}, {_counted(s.parameters, 'parameter')}, "

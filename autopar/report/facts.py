@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph, InputKind
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan
 from autopar.report.fold import fold_words
 from autopar.report.param_words import describe_param_splits
+from autopar.report.precision import describe_precision
 from autopar.report.recompute import describe_recompute
 from autopar.sharding.parameters import storage_layout
 from autopar.sharding.placement import R, Replicate, Shard, parse_placement
@@ -118,7 +119,12 @@ def with_words(plan: Plan, graph: Graph) -> Plan:
     """``plan`` with the user's names and words in it, so that its file can be reported alone."""
     kinds = (InputKind.USER, InputKind.PARAM, InputKind.BUFFER)
     names = {i.name: i.target for i in graph.inputs if i.kind in kinds}
-    return replace(plan, names=names, param_words=_param_words(plan, graph))
+    return replace(
+        plan,
+        names=names,
+        param_words=_param_words(plan, graph),
+        precision_words={} if plan.precision is None else describe_precision(graph),
+    )
 
 
 def _sharded_at_rest(plan: Plan, graph: Graph, splits: Mapping[str, str]) -> Collection[str]:

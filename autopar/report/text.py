@@ -19,6 +19,7 @@ from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan, Sched
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
 from autopar.report.layout import Lines, bullets, indented, pairs, paragraph
+from autopar.report.precision import precision_lines
 from autopar.report.recompute import recompute_summary
 from autopar.report.tables import (
     collectives_table,
@@ -116,6 +117,8 @@ def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines
     if any(stage.collectives for stage in plan.stages):
         yield "Collectives of one device in one step", _collectives(plan, width)
     yield "Splits", _splits(plan, facts, width)
+    if plan.precision is not None:
+        yield f"Precision {plan.precision}", precision_lines(plan, width)
     if plan.mesh.pp > 1:
         yield "Schedule (a backward drawn twice as long as a forward)", _schedule(plan, width)
     if facts.recompute:

@@ -12,6 +12,7 @@ import torch
 from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import PassError
 from autopar.ir.graph import OutputKind
+from autopar.ir.precision_rules import sum_dtype
 from autopar.plan.types import PP_AXIS
 from autopar.runtime.collective_math import reduce_in_order
 from autopar.runtime.executor import execute
@@ -81,7 +82,9 @@ def join_microbatches(
 def _whole_loss(step: RankStep, result: ResultSpec) -> Generator[Request, object, torch.Tensor]:
     value = None
     if step.mailbox.is_own(result.stage):
-        parts = step.results[OutputKind.LOSS, result.target]
+        wide = torch_dtype(sum_dtype(result.spec.meta.dtype))
+        found = step.results[OutputKind.LOSS, result.target]
+        parts = {m: value.to(wide) for m, value in found.items()}
         total = join_microbatches(parts, result.spec, step.local.axis_sizes)
         program = step.loaded.stages[result.stage].finish
         given = {result.target: total}

@@ -69,7 +69,7 @@ def whole_tensors(
         source = mesh.rank_of(mesh.pipeline_rank(spec.owner), 0, 0)
         value = _arrived(whole, spec.meta, source, place, everywhere=everywhere)
         if value is not None:
-            yield name, value
+            yield name, value.to(residents.own_dtypes[name])
     for name in residents.saved_order:
         stages = programs.buffer_stages.get(name, ())
         source = mesh.rank_of(mesh.pipeline_rank(min(stages)), 0, 0) if stages else 0
@@ -108,6 +108,31 @@ def _arrived(
     arrived = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype), device=place.device)
     dist.recv(arrived, source)
     return arrived.cpu()
+
+
+def keep_own_dtypes(model: torch.nn.Module, residents: Residents) -> None:
+    """Have ``model.state_dict()`` give parameters in the dtypes of the user's model.
+
+    Masters of a model in a low precision are float32 and are cast; with ``keep_vars`` they are
+    given as they are.
+    """
+    narrowed = {
+        alias: dtype
+        for name, dtype in residents.own_dtypes.items()
+        if name in residents.store.every
+        and torch_dtype(residents.store.every[name].meta.dtype) != dtype
+        for alias in residents.names[name]
+    }
+    if not narrowed:
+        return
+
+    def hook(_: torch.nn.Module, found: dict[str, torch.Tensor], prefix: str, __: object) -> None:
+        for name, dtype in narrowed.items():
+            value = found.get(prefix + name)
+            if value is not None and not isinstance(value, torch.nn.Parameter):
+                found[prefix + name] = value.to(dtype)
+
+    model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def load_state(

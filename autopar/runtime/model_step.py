@@ -189,9 +189,9 @@ class ModelStep:
 
 
 def _own_gradients(step: RankStep) -> dict[str, torch.Tensor]:
-    """Gradients of this rank's own parameters in storage layout, taken out of the step."""
+    """Gradients of this rank's own parameters in storage layout and dtype, out of the step."""
     return {
-        name: step.gradients[spec.owner].pop(name)
+        name: step.gradients[spec.owner].pop(name).to(torch_dtype(spec.meta.dtype))
         for name, spec in step.local.params.items()
         if spec.owner in step.gradients and name in step.gradients[spec.owner]
     }

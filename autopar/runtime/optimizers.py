@@ -117,7 +117,7 @@ class OptimizerGuard:
         """An optimizer was built, or was given another group."""
         if self._store is None:
             self._born.setdefault(optimizer, len(self._born))
-        elif optimizer not in self._named and self._holds_ours(optimizer):
+        elif optimizer not in self._named and self.holds_ours(optimizer):
             self._named[optimizer] = self._count
             self._count += 1
             name_state(optimizer, weakref.ref(self))
@@ -195,13 +195,14 @@ class OptimizerGuard:
             return False
         return self._plan.mesh.pp > 1 or self._plan.mesh.num_ranks < self._plan.num_devices
 
-    def _holds_stale(self, optimizer: Optimizer) -> bool:
-        return any(p in self._stale for group in optimizer.param_groups for p in group["params"])
-
-    def _holds_ours(self, optimizer: Optimizer) -> bool:
+    def holds_ours(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds parameters of the compiled model, or the filler."""
         return any(
             id(p) in self._names for group in optimizer.param_groups for p in group["params"]
         )
+
+    def _holds_stale(self, optimizer: Optimizer) -> bool:
+        return any(p in self._stale for group in optimizer.param_groups for p in group["params"])
 
     def _repoint(self, optimizer: Optimizer) -> None:
         """Give every group this rank's own parameters in place of the stale ones, in order."""

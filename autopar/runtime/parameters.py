@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor.placement_types import Placement as DPlacement
 
+from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import PassError
 from autopar.ir.graph import Part
 from autopar.plan.types import DP_AXIS, TP_AXIS
@@ -275,7 +276,9 @@ def store_parameter(
     _check_storable(spec, sizes)
     block = block_at(spec.meta.shape, layout, sizes, coordinate)
     padded = torch.zeros(
-        local_shape(spec.meta.shape, layout, sizes), dtype=fill.dtype, device=device
+        local_shape(spec.meta.shape, layout, sizes),
+        dtype=torch_dtype(spec.meta.dtype),
+        device=device,
     )
     with torch.no_grad():
         block.inside(padded).copy_(block.of(fill))

@@ -108,7 +108,7 @@ def _compose(
         first,
         name=name,
         aliases=(),
-        meta=meta,
+        meta=replace(meta, dtype=first.meta.dtype),
         requires_grad=any(s.requires_grad for s, _ in pieces),
         stages=tuple(sorted({stage for s, _ in pieces for stage in s.stages})),
         storage=(R, *_plain(common, meta, sizes)),

@@ -40,6 +40,7 @@ from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import local_part
 from autopar.runtime.place import Place
 from autopar.runtime.requests import Request
+from autopar.runtime.scaling import SharedOverflow
 from autopar.runtime.shares import LocalShare, check_origin, stand_in
 from autopar.runtime.surgery import Residents
 from autopar.runtime.variants import (
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 LOSS_BATCH = "loss_batch"
 """Name under which a :class:`ModelCall` holds what a loss function is given."""
 
+_FIRST_SCALE = 65536.0
 _KEY_BYTES = 8
 _MASK_63 = (1 << 63) - 1  # an int64 that is not negative
 
@@ -137,7 +139,9 @@ class Session:
         self._watch = watch
         self._planned = planned
         self._variants: dict[CallKey, Variant] = {}
-        self._tangent = 1.0
+        # the scale that a gradient scaler starts with; another one is found at the first backward
+        self._tangent = _FIRST_SCALE if captured.precision == "fp16" else 1.0
+        self._overflow = SharedOverflow(guard, place) if place.is_distributed else None
         self._agreement = Agreement(place)
 
     # ------------------------------------------------------------ calls
@@ -279,6 +283,7 @@ class Session:
                 batch=call.values.get(LOSS_BATCH),
                 # without gradients: the same program, B left out, so that decisions carry over
                 train=any(spec.requires_grad for spec in self.residents.store.every.values()),
+                precision=self.captured.precision,
             )
 
     def _check_values(self, variant: Variant, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from autopar.runtime.batches import call_key
 from autopar.runtime.distributed import Driver as TorchDriver
 from autopar.runtime.driving import Driver, IdleDriver, LoneDriver
 from autopar.runtime.failure import FailFast
+from autopar.runtime.gathering import keep_own_dtypes
 from autopar.runtime.groups import ProcessGroups, create_groups
 from autopar.runtime.module import uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
@@ -80,6 +81,7 @@ def start_session(  # noqa: PLR0913
         seed=options.seed,
         given=given,
     )
+    keep_own_dtypes(model, residents)
     guard.replace(replaced, residents.store, plan, distributed=place.is_distributed)
     session = Session(
         plan=plan,

@@ -22,7 +22,7 @@ import torch
 
 from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import PassError
-from autopar.ir.graph import Input, InputKind, OutputKind
+from autopar.ir.graph import Input, InputKind, OutputKind, TensorMeta
 from autopar.plan.actions import Action, ActionKind
 from autopar.runtime.executor import Program, execute
 from autopar.runtime.gradients import Accumulator, storage_of
@@ -162,13 +162,13 @@ class RankStep:
             if stage < peer:
                 yield Send(self.inputs.params[name].contiguous(), rank, label)
             else:
-                shape, dtype = self._stored_meta(name)
+                shape, dtype = self._stored(self.local.params[name].meta, name)
                 self._borrowed[name] = yield from receive(shape, dtype, rank, label)
 
-    def _stored_meta(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        spec = self.local.params[name]
-        shape = local_shape(spec.meta.shape, spec.storage, self.local.axis_sizes)
-        return shape, torch_dtype(spec.meta.dtype)
+    def _stored(self, meta: TensorMeta, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Local shape and dtype of a parameter's value or gradient at rest."""
+        storage = self.local.params[name].storage
+        return local_shape(meta.shape, storage, self.local.axis_sizes), torch_dtype(meta.dtype)
 
     def _sync_tied(self, stage: int, peer: int) -> Running:
         """One end of returning: the borrower sends its gradient, the owner adds it."""
@@ -185,7 +185,7 @@ class RankStep:
             if own:
                 arrived = self.gradients[borrower][name]
             else:
-                shape, dtype = self._stored_meta(name)
+                shape, dtype = self._stored(self.local.params[name].grad_meta, name)
                 arrived = yield from receive(shape, dtype, rank, label)
             self.gradients[stage].add([(name, arrived)], [storage_of(arrived)])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture.torch_ops import torch_dtype
 from autopar.errors import ConfigError
 from autopar.ir.graph import Part, TensorMeta
 from autopar.plan.types import MeshShape
@@ -43,6 +44,7 @@ class Residents:
         names: First name of every tensor of the model -> all its names.
         saved_order: First names of the buffers that belong into a state dict.
         buffer_metas: Shape and dtype of every buffer of the model by first name.
+        own_dtypes: Dtype that each parameter had in the user's model, which state dicts keep.
     """
 
     store: ParameterStore
@@ -50,6 +52,7 @@ class Residents:
     names: Mapping[str, tuple[str, ...]]
     saved_order: tuple[str, ...]
     buffer_metas: Mapping[str, TensorMeta]
+    own_dtypes: Mapping[str, torch.dtype]
     skeletons: tuple[_Skeleton, ...]
 
     @contextlib.contextmanager
@@ -137,6 +140,7 @@ def move_in(
         names=names,
         saved_order=tuple(name for name, tied in buffers.items() if _is_saved(tied)),
         buffer_metas={name: _meta(tied.tensor) for name, tied in buffers.items()},
+        own_dtypes={name: tied.tensor.dtype for name, tied in parameters.items()},
         skeletons=skeletons,
     )
     return residents, replaced
@@ -205,7 +209,7 @@ class _Movers:
     ) -> StoredParameter | None:
         """The parameter as it is stored here; None if another stage owns it."""
         is_own = self._mesh_shape.pipeline_rank(composition.spec.owner) == self._pp
-        if is_own and self._is_kept(old):
+        if is_own and self._is_kept(old, composition.spec.meta.dtype):
             assert isinstance(old, torch.nn.Parameter)
             return adopt_parameter(composition, old)
         if not is_own and not self._values.is_collective(name):
@@ -224,10 +228,11 @@ class _Movers:
         item.parameter.__dict__.update(old.__dict__)
         return item
 
-    def _is_kept(self, old: torch.Tensor) -> bool:
+    def _is_kept(self, old: torch.Tensor, dtype: str) -> bool:
         """Whether one device goes on with the user's own parameter."""
         is_alone = self._mesh is None and not self._is_given
-        return is_alone and old.device == self._place.device and old.is_contiguous()
+        fits = old.device == self._place.device and old.dtype == torch_dtype(dtype)
+        return is_alone and fits and old.is_contiguous()
 
     def buffer(self, name: str, old: torch.Tensor) -> torch.Tensor | None:
         """The whole buffer; None if only other stages read it."""

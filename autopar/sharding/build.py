@@ -15,6 +15,7 @@ from autopar.ir.graph import (
     Ref,
     TensorMeta,
 )
+from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
 from autopar.sharding.parameters import Mover, param_spec, parameter_inputs
@@ -176,7 +177,7 @@ class _Builder:
                 for target in targets:
                     if target in body.grads:
                         layout = self._full(body.grads[target][1])
-                        found[body.index, spec.name] = TensorSpec(spec.meta, layout)
+                        found[body.index, spec.name] = TensorSpec(spec.grad_meta, layout)
         return found
 
     # -- edges -------------------------------------------------------------------------------------
@@ -333,6 +334,8 @@ class _Builder:
         for kind, target, _, layout in body.results:
             if kind is OutputKind.LOSS:
                 meta = self.layouts.metas[values[kind, target]]
-                ref = mover.bind(InputKind.GRAD, target, meta, self._full(layout))
-                mover.yields(target, mover.move(ref, meta, self._full(layout), (R, R, R)))
+                wide = TensorMeta(meta.shape, sum_dtype(meta.dtype))
+                ref = mover.bind(InputKind.GRAD, target, wide, self._full(layout))
+                whole = mover.move(ref, meta, self._full(layout), (R, R, R))
+                mover.yields(target, mover.cast(whole, meta.dtype))
         return mover.program(OutputKind.LOSS)

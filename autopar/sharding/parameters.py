@@ -97,7 +97,7 @@ def param_spec(
         for e in entries
         if e.part is not None and e.meta is not None
     )
-    meta = _whole_meta(name, entries)
+    meta, compute_dtype = _whole_meta(name, entries)
     compute = _whole_compute(meta, parts, decisions) if parts else layouts.full(entries[0].name)
     return ParamSpec(
         name=name,
@@ -109,19 +109,24 @@ def param_spec(
         storage=storage_layout(meta, compute, decisions.size("dp"), zero_level),
         compute=compute,
         parts=parts,
+        compute_dtype=compute_dtype,
     )
 
 
-def _whole_meta(name: str, entries: Sequence[Input]) -> TensorMeta:
+def _whole_meta(name: str, entries: Sequence[Input]) -> tuple[TensorMeta, str]:
+    """True shape and dtype at rest, and the dtype in which all its parts are read or cast from."""
     first = entries[0]
     if first.meta is None:
         raise ShardingError(f"parameter {name!r} has no shape")
+    stored = first.master or first.meta.dtype
+    read = {e.meta.dtype for e in entries if e.meta is not None}
+    compute_dtype = first.meta.dtype if len(read) == 1 else stored
     if first.part is None:
-        return first.meta
+        return TensorMeta(first.meta.shape, stored), compute_dtype
     dim = first.part.dim
     size = sum(e.part.stop - e.part.start for e in entries if e.part is not None)
     shape = (*first.meta.shape[:dim], size, *first.meta.shape[dim + 1 :])
-    return TensorMeta(shape, first.meta.dtype)
+    return TensorMeta(shape, stored), compute_dtype
 
 
 def _whole_compute(meta: TensorMeta, parts: Sequence[ParamPart], decisions: Decisions) -> Layout:
@@ -162,6 +167,14 @@ class Mover:
         """Reshard a value between full layouts; the axis ``mb`` takes no part."""
         return self._emitter.reshard(ref, meta.shape, self._space(have), self._space(want))
 
+    def cast(self, ref: Ref, dtype: str) -> Ref:
+        """A value in another dtype."""
+        meta = self._emitter.meta(ref)
+        if meta.dtype == dtype:
+            return ref
+        cast = TensorMeta(meta.shape, dtype)
+        return self._emitter.emit("aten._to_copy.default", (ref,), cast, (("dtype", Dtype(dtype)),))
+
     def yields(self, target: str, ref: Ref) -> None:
         """Declare an output."""
         self._outputs.append((target, ref))
@@ -172,21 +185,26 @@ class Mover:
         return assemble(tuple(self._emitter.nodes), outputs, self._describe)
 
     def unshard(self, spec: ParamSpec) -> None:
-        """From the layout at rest to what programs read."""
+        """From the layout and dtype at rest to what programs read: cast first, gathered then."""
         ref = self.bind(InputKind.PARAM, spec.name, spec.meta, spec.storage)
+        meta = spec.compute_meta
+        ref = self.cast(ref, meta.dtype)
         if not spec.parts:
-            self.yields(spec.name, self.move(ref, spec.meta, spec.storage, spec.compute))
+            self.yields(spec.name, self.move(ref, meta, spec.storage, spec.compute))
             return
-        whole = self.move(ref, spec.meta, spec.storage, (R, R, R))
+        whole = self.move(ref, meta, spec.storage, (R, R, R))
         for part in spec.parts:
             where = part.part
             piece = self._emitter.emit(
-                "aten.slice.Tensor", (whole, where.dim, where.start, where.stop, 1), part.meta
+                "aten.slice.Tensor",
+                (whole, where.dim, where.start, where.stop, 1),
+                TensorMeta(part.meta.shape, meta.dtype),
             )
+            piece = self.cast(piece, part.meta.dtype)
             self.yields(part.target, self.move(piece, part.meta, (R, R, R), part.compute))
 
     def reduce(self, spec: ParamSpec, grads: Mapping[str, Layout]) -> None:
-        """From accumulated gradients to the layout at rest.
+        """From accumulated gradients to the layout at rest, in the dtype of sums.
 
         Args:
             spec: The parameter.
@@ -195,7 +213,7 @@ class Mover:
         if not spec.parts:
             if spec.name in grads:
                 have = grads[spec.name]
-                ref = self.bind(InputKind.GRAD, spec.name, spec.meta, have)
+                ref = self.bind(InputKind.GRAD, spec.name, spec.grad_meta, have)
                 self.yields(spec.name, self.move(ref, spec.meta, have, spec.storage))
             return
         if not any(p.target in grads for p in spec.parts):
@@ -207,14 +225,15 @@ class Mover:
         joint: Layout = (R, common, R)
         pieces = []
         for part in spec.parts:
+            meta = TensorMeta(part.meta.shape, spec.grad_meta.dtype)
             if part.target in grads:
                 have = grads[part.target]
-                ref = self.bind(InputKind.GRAD, part.target, part.meta, have)
-                pieces.append(self.move(ref, part.meta, have, joint))
+                ref = self.bind(InputKind.GRAD, part.target, meta, have)
+                pieces.append(self.move(ref, meta, have, joint))
             else:  # read by another stage only
-                pieces.append(self._zeros(part.meta))
+                pieces.append(self._zeros(meta))
         dim = spec.parts[0].part.dim
-        whole = self._emitter.emit("aten.cat.default", (tuple(pieces), dim), spec.meta)
+        whole = self._emitter.emit("aten.cat.default", (tuple(pieces), dim), spec.grad_meta)
         self.yields(spec.name, self.move(whole, spec.meta, joint, spec.storage))
 
     def _zeros(self, meta: TensorMeta) -> Ref:

@@ -24,9 +24,10 @@ value that a stage receives keeps its name, so SEND and RECV of one value match 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Graph, OutputKind, Part, TensorMeta
+from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.placement import Layout
 
 AXES = ("mb", "dp", "tp")
@@ -70,7 +71,7 @@ class ParamSpec:
     Attributes:
         name: The user's first name for it.
         aliases: The other names (tied weights).
-        meta: True shape and dtype.
+        meta: True shape and dtype at rest.
         requires_grad: Whether it is trained.
         owner: Stage that stores it; the first that uses it.
         stages: Every stage that uses it, the owner included. The others borrow its storage shard
@@ -79,6 +80,7 @@ class ParamSpec:
         compute: Layout in which programs read it; for a parameter in parts, a layout in which a
             rank would hold as much of it as of its parts.
         parts: The slices that programs read in its place, if any; in order, covering it.
+        compute_dtype: Dtype in which programs read it; "" for that at rest.
     """
 
     name: str
@@ -90,6 +92,17 @@ class ParamSpec:
     storage: Layout
     compute: Layout
     parts: tuple[ParamPart, ...] = ()
+    compute_dtype: str = ""
+
+    @property
+    def compute_meta(self) -> TensorMeta:
+        """True shape, and the dtype in which programs read it."""
+        return replace(self.meta, dtype=self.compute_dtype or self.meta.dtype)
+
+    @property
+    def grad_meta(self) -> TensorMeta:
+        """True shape, and the dtype in which its gradient is summed: float32 for lower ones."""
+        return replace(self.meta, dtype=sum_dtype(self.meta.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

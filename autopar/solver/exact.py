@@ -288,13 +288,21 @@ def _memory(
     params = grads = optimizer = 0
     for param in own:
         stored = _local_bytes(param.meta, param.storage, programs)
-        compute = _local_bytes(param.meta, param.compute, programs)
+        compute = _local_bytes(param.compute_meta, param.compute, programs)
+        summed = _local_bytes(param.grad_meta, param.compute, programs)
         if param.parts:
             compute = sum(_local_bytes(p.meta, p.compute, programs) for p in param.parts)
-        is_copied = bool(param.parts) or param.storage != param.compute
+            dtype = param.grad_meta.dtype
+            metas = [(TensorMeta(p.meta.shape, dtype), p.compute) for p in param.parts]
+            summed = sum(_local_bytes(meta, layout, programs) for meta, layout in metas)
+        is_copied = bool(param.parts) or (param.storage, param.meta) != (
+            param.compute,
+            param.compute_meta,
+        )
         params += stored + (compute if is_copied else 0)
         if param.requires_grad:
-            grads += stored if level >= 2 else compute
+            at_rest = _local_bytes(param.grad_meta, param.storage, programs)
+            grads += at_rest if level >= 2 else summed
             if param.owner == stage.index:
                 shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
                 meta = TensorMeta(shape, param.meta.dtype)

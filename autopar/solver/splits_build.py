@@ -13,6 +13,7 @@ from itertools import product
 
 from autopar.errors import ConstraintError
 from autopar.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorMeta
+from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.parameters import parameter_inputs, storage_layout
 from autopar.sharding.placement import Layout, P, Partial, Placement, R, Replicate, Shard
 from autopar.sharding.programs import AXES
@@ -36,9 +37,16 @@ from autopar.solver.splits_problem import (
     SplitVariable,
     is_once,
 )
-from autopar.solver.splits_structure import DataChoices, Group, GroupKind, SplitsStructure
+from autopar.solver.splits_structure import (
+    DataChoices,
+    Group,
+    GroupKind,
+    SplitsStructure,
+    summed_meta,
+)
 from cost_models.memory import optimizer_state_bytes, parameter_state_bytes
 
+CAST = "aten._to_copy.default"
 MAX_PART_COMBINATIONS = 64  # beyond, all parts of a parameter are placed alike
 
 
@@ -190,19 +198,30 @@ class _Builder:
             return SplitOption(compute[2], (joint,), (self._over(compute),), 0.0)
         storage = self._over(storage_layout(meta, compute, request.dp, request.zero_level))
         layout = self._over(compute)
-        gather_s = prices.move_s(meta, storage, layout) or 0.0
-        stored = prices.local(meta, storage)
+        master = TensorMeta(meta.shape, entry.master or meta.dtype)
+        gather_s = self._cast_s(master, meta.dtype, storage)
+        gather_s += prices.move_s(meta, storage, layout) or 0.0
+        stored = prices.local(master, storage)
         update_s = stored.bytes * request.optimizer_s_per_byte if entry.requires_grad else 0.0
         state = parameter_state_bytes(
             prices.local(meta, layout),
             optimizer=request.optimizer,
             zero_level=request.zero_level,
             dp=request.dp,
+            master_dtype=master.dtype,
             requires_grad=entry.requires_grad,
         )
         return SplitOption(
             compute[2], (storage,), (layout,), gather_s + update_s, state.total_bytes
         )
+
+    def _cast_s(self, meta: TensorMeta, dtype: str, layout: Layout) -> float:
+        """Seconds of a parameter's cast to the dtype that programs read."""
+        if meta.dtype == dtype:
+            return 0.0
+        local = self.prices.local(meta, layout)
+        cast = TensorMeta(local.shape, dtype)
+        return self.prices.model.op_time_s(CAST, (Ref("0"),), [local], cast)
 
     def _gradient_dp(self, entry: Input) -> Placement:
         """Placement over dp in which the gradients of a parameter's parts are joined."""
@@ -241,26 +260,32 @@ class _Builder:
         assert part is not None
         size = sum(m.shape[part.dim] for m in metas)
         shape = (*metas[0].shape[: part.dim], size, *metas[0].shape[part.dim + 1 :])
-        whole = TensorMeta(shape, metas[0].dtype)
+        master = TensorMeta(shape, entries[0].master or metas[0].dtype)
+        is_alike = len({m.dtype for m in metas}) == 1
+        whole = TensorMeta(shape, metas[0].dtype if is_alike else master.dtype)
         common: Placement = row[0][self.axes.index("tp")] if "tp" in self.axes else R
         is_common = all(r == row[0] for r in row)
         if not is_common or (isinstance(common, Shard) and shape[common.dim] % request.tp):
             common = R
         storage = self._over(storage_layout(whole, (R, R, common), request.dp, request.zero_level))
         apart = self._over((R, R, R))
-        seconds = [prices.move_s(whole, storage, apart)]
+        seconds: list[float | None] = [self._cast_s(master, whole.dtype, storage)]
+        seconds += [prices.move_s(whole, storage, apart)]
+        seconds += [self._cast_s(TensorMeta(m.shape, whole.dtype), m.dtype, apart) for m in metas]
         seconds += [prices.move_s(m, apart, r) for m, r in zip(metas, row, strict=True)]
-        stored = prices.local(whole, storage).bytes
+        stored = prices.local(master, storage).bytes
         memory = stored + sum(prices.local(m, r).bytes for m, r in zip(metas, row, strict=True))
         if entries[0].requires_grad:
             joint = self._over((R, self._gradient_dp(entries[0]), R))
             refs = tuple(Ref(str(i)) for i in range(len(metas)))
-            cat_s = prices.model.op_time_s("aten.cat.default", (refs, part.dim), metas, whole)
-            reduce_s = cat_s + (prices.move_s(whole, joint, storage) or 0.0)
+            summed = [TensorMeta(m.shape, sum_dtype(master.dtype)) for m in metas]
+            total = TensorMeta(shape, sum_dtype(master.dtype))
+            cat_s = prices.model.op_time_s("aten.cat.default", (refs, part.dim), summed, total)
+            reduce_s = cat_s + (prices.move_s(total, joint, storage) or 0.0)
             seconds.append(request.num_reduces * reduce_s)
             seconds.append(stored * request.optimizer_s_per_byte)
-            memory += whole.bytes if request.zero_level < 2 else stored
-            memory += optimizer_state_bytes(request.optimizer, prices.local(whole, storage))
+            memory += (total if request.zero_level < 2 else prices.local(total, storage)).bytes
+            memory += optimizer_state_bytes(request.optimizer, prices.local(master, storage))
         total_s = sum(s for s in seconds if s is not None)
         return SplitOption(None, tuple(row), (), total_s, memory)
 
@@ -375,7 +400,7 @@ class _Builder:
             sorted({o.results[result] for o in self.menus[at]}, key=str)
             for at, result in group.parts
         ]
-        meta = self.structure.metas[group.members[0].removeprefix("join ")]
+        meta = summed_meta(self.structure.metas[group.members[0].removeprefix("join ")])
         if len(menus) == 2:
             rows: list[tuple[Layout, ...]] = [(a, b) for a in menus[0] for b in menus[1]]
         else:  # rare: all of them alike

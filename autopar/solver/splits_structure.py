@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
+from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.decisions import Choice
 from autopar.sharding.parameters import parameter_inputs
 from autopar.sharding.placement import Placement, R, Replicate
@@ -101,6 +102,11 @@ class SplitsStructure:
     wholes: Mapping[str, tuple[str, ...]]
     backward: frozenset[str]
     has_mb: bool
+
+
+def summed_meta(parameter: TensorMeta) -> TensorMeta:
+    """Shape and dtype in which a parameter's gradients are added."""
+    return TensorMeta(parameter.shape, sum_dtype(parameter.dtype))
 
 
 def split_structure(
@@ -261,7 +267,8 @@ class _Maker:
             if group.kind is GroupKind.WHOLE:
                 shapes = [metas[n] for n in wholes[group.members[0]]]
             elif group.kind is GroupKind.JOIN:
-                shapes = [metas[group.members[0].removeprefix("join ")]] * len(group.parts)
+                joined = summed_meta(metas[group.members[0].removeprefix("join ")])
+                shapes = [joined] * len(group.parts)
             else:
                 continue
             for operand, (part, result) in enumerate(group.parts):
@@ -356,7 +363,8 @@ class _Maker:
             place = self._place(key)
             base, _, index = key.partition("#")
             if key.startswith("join "):
-                meta_of[place] = metas.get(key.removeprefix("join "))
+                joined = metas.get(key.removeprefix("join "))
+                meta_of[place] = None if joined is None else summed_meta(joined)
             elif base in nodes:
                 meta_of[place] = nodes[base].metas()[int(index or 0)]
             else:

@@ -48,10 +48,14 @@ class Problem:
 
 
 def problem_of(
-    model: torch.nn.Module, kwargs: Mapping[str, object], *, rng_key: int = 7
+    model: torch.nn.Module,
+    kwargs: Mapping[str, object],
+    *,
+    rng_key: int = 7,
+    precision: str | None = None,
 ) -> Problem:
     """Capture and promote."""
-    captured = capture(model, (), kwargs)
+    captured = capture(model, (), kwargs, precision=precision)
     graph = promote(captured.graph)
     values = bind_inputs(captured, model, (), kwargs, graph=graph, rng_key=rng_key)
     return Problem(graph, signatures_of(graph), values, rng_key)

@@ -1,0 +1,121 @@
+"""What :func:`autopar.compile` is given, checked before anything else is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.errors import ConfigError, PlanError
+from autopar.ir.precision import check_precision
+from autopar.plan.types import Plan
+from autopar.runtime.module import is_compiled
+
+_ON_UNKNOWN = ("replicate", "error")
+_MODES = ("train", "inference")
+
+
+def check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
+    """Refuse what is no model, or is compiled already, or an unknown word."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"the model is {model!r} of type {type(model).__name__}; give an object of "
+            "torch.nn.Module"
+        )
+    if is_compiled(model):
+        raise ConfigError(
+            f"this {type(model).__name__} is compiled already; build a new one to compile it again"
+        )
+    if on_unknown not in _ON_UNKNOWN:
+        raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
+
+
+def check_kinds(
+    loss: object,
+    plan: object,
+    outputs: object,
+    seed: object,
+    given: object,
+    limits_s: tuple[object, object],
+) -> None:
+    """Refuse arguments of another kind: they would be misread, or fail late and unclearly."""
+    for name, value, fits, wanted in (
+        ("loss", loss, callable(loss), "a function of (output, batch)"),
+        ("plan", plan, isinstance(plan, Plan | str | Path), "a Plan or the path of one"),
+        ("outputs", outputs, _are_texts(outputs), "a list of paths, such as ['logits']"),
+        ("seed", seed, type(seed) is int, "a whole number"),
+        ("state_dict", given, isinstance(given, Mapping), "a dict of tensors, or a path"),
+        ("time_limit_s", limits_s[0], _is_positive(limits_s[0]), "seconds above 0"),
+        ("timeout_s", limits_s[1], _is_positive(limits_s[1]), "seconds above 0"),
+    ):
+        if value is not None and not fits:
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+    if loss is not None and outputs:
+        raise ConfigError(
+            f"outputs={outputs!r}: with loss= a call returns the loss alone; leave one of the two "
+            "out, or let the model return its loss"
+        )
+
+
+def check_word(name: str, value: object, words: Sequence[str]) -> None:
+    """Refuse a word that is none of ``words``."""
+    if value not in words:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, words))}")
+
+
+def chosen_mode(mode: str | None, plan: Plan | None) -> str:
+    """``mode``, or that of a given plan; training if there is neither.
+
+    Raises:
+        ConfigError: There is no such mode.
+        PlanError: The plan was made for the other one.
+    """
+    if mode is None:
+        return "train" if plan is None else plan.mode
+    check_word("mode", mode, _MODES)
+    if plan is not None and plan.mode != mode:
+        raise PlanError(
+            f"mode={mode!r}: the plan was made for {plan.mode!r}; leave mode out, or plan again"
+        )
+    return mode
+
+
+def precision_of(wanted: str | None, plan: Plan | None) -> str | None:
+    """The precision that is asked for, else that of the plan.
+
+    Raises:
+        ConfigError: There is no such word.
+        PlanError: The plan was made for another one.
+    """
+    if wanted is None:
+        return None if plan is None else plan.precision
+    check_precision(wanted)
+    if plan is not None and plan.precision != wanted:
+        made = "the model's own dtypes" if plan.precision is None else f"{plan.precision!r}"
+        raise PlanError(
+            f"precision={wanted!r}, and the plan was made for {made}; leave precision= out to take "
+            "the plan's, or plan again"
+        )
+    return wanted
+
+
+def check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
+    """Refuse a state dict with names that the model has not: it is another model's."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    unknown = [name for name in given or {} if name not in own]
+    if unknown:
+        raise ConfigError(
+            f"state_dict: {len(unknown)} of {len(given or {})} names are unknown to "
+            f"{type(model).__name__}, the first is {unknown[0]!r}; the model's are such as "
+            f"{', '.join(map(repr, list(own)[:3]))}; leave the others out"
+        )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
