@@ -14,6 +14,9 @@ shift_ids(ids, start, rows, fill, skip)  ``ids - start`` in [0, rows); ``fill`` 
                                          for ids equal to ``skip`` (None: no such id)
 keep_rows(x, ids, start, rows)           ``x`` (ids..., h) with zeros where ids is not in
                                          [start, start + rows)
+own_runs(order, counts, start, size)     of slots sorted by expert: the order turned so that the
+                                         runs of experts [start, start + size) come first, their
+                                         counts, and (2, experts) counts with zeros for others
 =======================================  ==========================================================
 """
 
@@ -100,6 +103,19 @@ def keep_rows(x: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torc
     return x.masked_fill(foreign.unsqueeze(-1), 0)
 
 
+def own_runs(
+    order: torch.Tensor, counts: torch.Tensor, start: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of experts [start, start + size) first, the others behind; see the table above."""
+    own = counts[start : start + size].clone()
+    begin = counts[:start].sum()
+    slots = order.shape[0]
+    turned = order[(torch.arange(slots, device=order.device) + begin) % max(1, slots)]
+    masked = torch.zeros_like(counts)
+    masked[start : start + size] = own
+    return turned, own, torch.stack([masked, masked])
+
+
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "local.shard": shard,
@@ -109,6 +125,7 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.plus": plus,
         "local.shift_ids": shift_ids,
         "local.keep_rows": keep_rows,
+        "local.own_runs": own_runs,
     }
 )
 """Implementations by operator name."""

@@ -18,6 +18,11 @@ nll_loss_sum             (logp, target, weight?, ignore_index) -> sum of ``-w lo
 nll_count                (target, weight?, ignore_index) -> sum of weights that count
 nll_loss_backward        (g, target, weight?, ignore_index, classes, dtype) -> dlogp
 constant                 (values, shape, dtype) -> tensor
+moe_route                (ids, experts, k) -> (order, counts, splits)
+moe_dispatch             (x, order, splits, k) -> rows sorted by expert
+moe_combine              (rows, order, splits, k) -> tokens
+grouped_mm               (rows, weight, counts, share) -> rows
+grouped_mm_weight        (rows, dy, counts, share) -> gradient of the weight
 =======================  ==========================================================================
 
 ``attention`` is put into a model by :mod:`autopar.capture.interception`, so it alone needs
@@ -37,6 +42,13 @@ import torch
 from autopar.capture.attention import attention_forward, attention_gradients
 from autopar.capture.attention_kernels import AttentionOptions
 from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
+from autopar.capture.moe import (
+    grouped_mm,
+    grouped_mm_weight,
+    moe_combine,
+    moe_dispatch,
+    moe_route,
+)
 
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -362,6 +374,34 @@ def _register() -> None:
     _define(
         "constant", constant,
         lambda values, shape, dtype, device=None: torch.empty(shape, dtype=dtype, device=device),
+    )  # fmt: skip
+    _register_moe()
+
+
+def _register_moe() -> None:
+    _define(
+        "moe_route", moe_route,
+        lambda ids, experts, k: (
+            ids.new_empty(ids.shape, dtype=torch.int64),
+            ids.new_empty(experts, dtype=torch.int64),
+            ids.new_empty((2, experts), dtype=torch.int64),
+        ),
+    )  # fmt: skip
+    _define(
+        "moe_dispatch", moe_dispatch,
+        lambda x, order, *_: x.new_empty((order.shape[0], *x.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "moe_combine", moe_combine,
+        lambda rows, order, splits, k: rows.new_empty((order.shape[0] // k, *rows.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm", grouped_mm,
+        lambda rows, weight, *_: rows.new_empty((rows.shape[0], weight.shape[2])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm_weight", grouped_mm_weight,
+        lambda rows, dy, counts, *_: rows.new_empty((counts.shape[0], rows.shape[1], dy.shape[1])),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.capture import neutral
+from autopar.capture import moe, neutral
 from autopar.ir.graph import Arg, Dtype, Ref, TensorMeta
 
 NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
@@ -30,6 +30,12 @@ NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
         "autopar.nll_count": neutral.nll_count,
         "autopar.nll_loss_backward": neutral.nll_loss_backward,
         "autopar.constant": neutral.constant,
+        "autopar.moe_route": moe.moe_route,
+        "autopar.moe_dispatch": moe.moe_dispatch,
+        "autopar.moe_combine": moe.moe_combine,
+        # through the dispatcher: they read counts, which a fake tensor does not have
+        "autopar.grouped_mm": torch.ops.autopar.grouped_mm.default,
+        "autopar.grouped_mm_weight": torch.ops.autopar.grouped_mm_weight.default,
     }
 )
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "autopar.constant"})

@@ -27,6 +27,7 @@ from autopar.sharding.programs import (
     StagePrograms,
     TensorSpec,
 )
+from autopar.sharding.routing import with_routed_splits
 from autopar.sharding.rules import Memo, Registry, default_registry
 from autopar.sharding.signature import OpSignature
 from autopar.sharding.split import Halves, assemble, split_forward_backward
@@ -69,11 +70,12 @@ def signatures_of(
     rules = registry or default_registry()
     memo = {} if memo is None else memo
     metas = graph.metas()
-    return {
+    found = {
         node.name: rules.signature(node, [metas[r] for r in node.refs()], memo=memo)
         for node in graph.nodes
         if node.op != "getitem"
     }
+    return with_routed_splits(graph, found)
 
 
 @dataclass(slots=True)

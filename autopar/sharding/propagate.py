@@ -24,7 +24,17 @@ from autopar.errors import ShardingError
 from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
 from autopar.sharding.decisions import Choice
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
-from autopar.sharding.placement import P, Partial, Placement, R, Replicate, Shard, Varying
+from autopar.sharding.placement import (
+    P,
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Routed,
+    RoutedForm,
+    Shard,
+    Varying,
+)
 from autopar.sharding.rules import MICROBATCH_STATISTICS
 from autopar.sharding.signature import (
     AxisStrategy,
@@ -321,6 +331,8 @@ class DataAxes:
                 kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
             else:
                 kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
+            # data axes split tokens; experts are split over tp
+            kept = [s for s in kept if not _splits_experts(s)]
             self._strategies[key] = tuple(kept)
         return self._strategies[key]
 
@@ -354,7 +366,7 @@ class DataAxes:
             if state.axis == "mb" and have != want and not _is_free(have, want):
                 state.prologue.add(ref)
         state.moved_bytes += best_price[0]
-        if not any(isinstance(p, Shard) for p in (*best.outputs, *best.inputs)):
+        if not any(isinstance(p, Shard | Routed) for p in (*best.outputs, *best.inputs)):
             state.unsplit_bytes += sum(m.bytes for m in node.metas() if m is not None)
         for index, placement in enumerate(best.outputs):
             state.place[result_name(node, index)] = placement
@@ -367,7 +379,7 @@ class DataAxes:
         have = state.place[ref]
         if _is_free(have, want):
             return 0.0
-        if isinstance(have, Varying) or isinstance(want, Varying):
+        if isinstance(have, Varying | Routed) or isinstance(want, Varying | Routed):
             return _FORBIDDEN
         if state.axis == "mb":
             if ref in self._argument_only and isinstance(want, Replicate):
@@ -397,7 +409,14 @@ def _smallest_factor(size: int) -> int:
 
 def _is_free(have: Placement, want: Placement) -> bool:
     """Whether the change needs no other rank."""
-    return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying))
+    return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying | Routed))
+
+
+def _splits_experts(strategy: AxisStrategy) -> bool:
+    return any(
+        isinstance(p, Routed) and p.form is not RoutedForm.TOKENS
+        for p in (*strategy.inputs, *strategy.outputs)
+    )
 
 
 def _mixing_text(node: Node, state: _State) -> str:

@@ -19,9 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
-from autopar.sharding.placement import Partial, Placement, R, Replicate, Shard, parse_placement
+from autopar.sharding.placement import (
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Routed,
+    RoutedForm,
+    Shard,
+    parse_placement,
+)
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim of a tensor, its factors, outermost first."""
@@ -215,8 +224,15 @@ def parts_by_factor(
                 (signature.outputs, strategy.outputs),
             )
             for dims, placement in zip(tensors, placements, strict=True)
-            if isinstance(placement, Shard) and dims is not None and dims[placement.dim]
+            if _cuts(placement) and dims is not None and dims[placement.dim]
         }
         for factor in cut:
             parts[factor] = parts.get(factor, 1) * size
     return parts
+
+
+def _cuts(placement: Placement) -> TypeGuard[Shard | Routed]:
+    """Whether a rank holds a share of the dim; rows of all tokens are no share."""
+    if isinstance(placement, Routed):
+        return placement.form is not RoutedForm.EXPERTS
+    return isinstance(placement, Shard)

@@ -50,6 +50,9 @@ class LowerContext(Protocol):
     def result_axes(self, index: int, dim: int) -> tuple[str, ...]:
         """Axes that shard a dim of a result, outermost first."""
 
+    def routed_axes(self, index: int) -> tuple[str, ...]:
+        """Axes whose ranks have rows of their own of an operand, outermost first."""
+
 
 Lowering: TypeAlias = Callable[
     [LowerContext, Node, list[Ref], tuple[str, ...]], tuple[Ref | None, ...]

@@ -1,0 +1,247 @@
+"""Splits of rows that were sorted by expert: of tokens, and of experts.
+
+A *group* is one ``moe_route`` and all values with a dim of its rows. A rank may sort and keep rows
+of its own (:class:`~autopar.sharding.placement.Routed`) if every reader of such a value allows it:
+
+* ``moe_dispatch`` makes rows of tokens, ``moe_combine`` tokens of rows, grouped products read and
+  make rows; each has splits of its own, for one form of rows and one axis:
+
+  ==================  ===========================  ===========================
+  operator            tokens split (T)             experts split (E)
+  ==================  ===========================  ===========================
+  moe_route           S(0) -> T(0) P(sum) V        R -> E(0) S(0) V
+  moe_dispatch        S(0) T(0) V -> T(0)          R E(0) V -> E(0)
+  grouped_mm          T(0) R P(sum) -> T(0)        E(0) S(0) S(0) -> E(0)
+  grouped_mm_weight   T(0) T(0) P(sum) -> P(sum)   E(0) E(0) S(0) -> S(0)
+  moe_combine         T(0) T(0) V -> S(0)          E(0) E(0) V -> P(sum)
+  ==================  ===========================  ===========================
+
+* any other operator may read rows if it treats each row alike: the rows are one factor of their
+  own that splits without a lowering, and every operand with that factor has rows of this group.
+  Reduced over, that factor leaves a pending sum where tokens are split; where experts are, what
+  lies behind the own rows would be summed too, so that such a group has no E.
+
+Otherwise the group is sorted whole on every rank, as any sort is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.ir.graph import Graph, Node
+from autopar.sharding.placement import (
+    P,
+    Partial,
+    Placement,
+    R,
+    Routed,
+    RoutedForm,
+    Shard,
+    V,
+)
+from autopar.sharding.signature import AxisStrategy, Dims, OpSignature
+
+Signatures = Mapping[str, OpSignature | None]
+
+ROUTE, DISPATCH = "autopar.moe_route", "autopar.moe_dispatch"
+COMBINE = "autopar.moe_combine"
+GROUPED_MM, GROUPED_MM_WEIGHT = "autopar.grouped_mm", "autopar.grouped_mm_weight"
+
+_T, _E = Routed(0, RoutedForm.TOKENS), Routed(0, RoutedForm.EXPERTS)
+_S = Shard(0)
+_SPLITS: Mapping[str, tuple[AxisStrategy, ...]] = {
+    ROUTE: (
+        AxisStrategy((_S,), (_T, P, V), "t"),
+        AxisStrategy((R,), (_E, _S, V), "e", "moe_route"),
+    ),
+    DISPATCH: (AxisStrategy((_S, _T, V), (_T,), "t"), AxisStrategy((R, _E, V), (_E,))),
+    COMBINE: (AxisStrategy((_T, _T, V), (_S,), "t"), AxisStrategy((_E, _E, V), (P,))),
+    GROUPED_MM: (
+        AxisStrategy((_T, R, P), (_T,), "r"),
+        AxisStrategy((_E, _S, _S), (_E,), "e", "grouped_product"),
+    ),
+    GROUPED_MM_WEIGHT: (
+        AxisStrategy((_T, _T, P), (P,), "r"),
+        AxisStrategy((_E, _E, _S), (_S,), "e", "grouped_product"),
+    ),
+}
+"""Splits of the operators that make and read rows: over tokens, over experts."""
+
+_FORMS = (RoutedForm.TOKENS, RoutedForm.EXPERTS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A value that belongs to a group.
+
+    Attributes:
+        group: Name of the group's ``moe_route``.
+        kind: ``"rows"``, or the result of the ``moe_route``: ``"order"``, ``"counts"``,
+            ``"splits"``.
+        dim: Dim of the rows.
+    """
+
+    group: str
+    kind: str
+    dim: int = 0
+
+
+@dataclass(slots=True)
+class _Groups:
+    """What is known of the groups of a graph.
+
+    Attributes:
+        values: Value, or ``operator#result``, to what it is.
+        splits: Operator -> its group, and its splits by form.
+        banned: (group, form) that some reader does not allow.
+    """
+
+    values: dict[str, _Rows] = field(default_factory=dict)
+    splits: dict[str, tuple[str, dict[RoutedForm, AxisStrategy]]] = field(default_factory=dict)
+    banned: set[tuple[str, RoutedForm]] = field(default_factory=set)
+
+    def ban(self, *groups: str, forms: tuple[RoutedForm, ...] = _FORMS) -> None:
+        self.banned.update((group, form) for group in groups for form in forms)
+
+
+def with_routed_splits(graph: Graph, signatures: Signatures) -> dict[str, OpSignature | None]:
+    """``signatures`` with the splits of tokens and experts of every group that allows them.
+
+    Args:
+        graph: The joint graph.
+        signatures: Named dims by operator, as the rules give them.
+    """
+    result = dict(signatures)
+    if not any(node.op == ROUTE for node in graph.nodes):
+        return result
+    groups = _Groups()
+    for node in graph.nodes:
+        _visit(groups, node, signatures.get(node.name))
+    for output in graph.outputs:
+        found = groups.values.get(output.value.name) if output.value is not None else None
+        if found is not None and found.kind != "counts":
+            groups.ban(found.group)
+    made: dict[tuple[int, tuple[AxisStrategy, ...]], OpSignature] = {}
+    for name, (group, splits) in groups.splits.items():
+        signature = signatures[name]
+        extra = tuple(s for form, s in splits.items() if (group, form) not in groups.banned)
+        if signature is not None and extra:
+            # equal operators keep sharing one signature
+            key = (id(signature), extra)
+            if key not in made:
+                made[key] = replace(signature, extra=(*signature.extra, *extra))
+            result[name] = made[key]
+    return result
+
+
+def _visit(groups: _Groups, node: Node, signature: OpSignature | None) -> None:
+    values = groups.values
+    if node.op == "getitem":
+        found = values.get(f"{node.refs()[0]}#{node.args[1]}")
+        if found is not None:
+            values[node.name] = found
+        return
+    read = [values.get(ref) for ref in node.refs()]
+    groups_read = {v.group for v in read if v is not None and v.kind != "counts"}
+    if node.op == ROUTE:
+        groups.ban(*groups_read)  # experts of rows that are sorted already
+        for index, kind in enumerate(("order", "counts", "splits")):
+            values[f"{node.name}#{index}"] = _Rows(node.name, kind)
+        _offer(groups, node, node.name)
+        return
+    wanted = _WANTED.get(node.op)
+    if wanted is not None:
+        group = next((v.group for v in read if v is not None), "")
+        fits = all(
+            (v is None) if kind == "" else (v is not None and v == _Rows(group, kind))
+            for v, kind in zip(read, wanted, strict=True)
+        )
+        if fits:
+            _offer(groups, node, group)
+            if node.op in (DISPATCH, GROUPED_MM):
+                values[node.name] = _Rows(group, "rows")
+        else:
+            groups.ban(*groups_read)
+        return
+    if groups_read:
+        _visit_reader(groups, node, signature, read)
+
+
+_WANTED: Mapping[str, tuple[str, ...]] = {
+    DISPATCH: ("", "order", "splits"),
+    COMBINE: ("rows", "order", "splits"),
+    GROUPED_MM: ("rows", "", "counts"),
+    GROUPED_MM_WEIGHT: ("rows", "rows", "counts"),
+}
+"""What each operand must be; "" for what is in no group."""
+
+
+def _offer(groups: _Groups, node: Node, group: str) -> None:
+    groups.splits[node.name] = group, dict(zip(_FORMS, _SPLITS[node.op], strict=True))
+
+
+def _visit_reader(
+    groups: _Groups, node: Node, signature: OpSignature | None, read: list[_Rows | None]
+) -> None:
+    """An operator that may or may not treat each row alike."""
+    rows = [v if v is not None and v.kind != "counts" else None for v in read]
+    involved = {v.group for v in rows if v is not None}
+    factor = None if signature is None else _factor_of_rows(signature, rows)
+    if signature is None or factor is None or len(involved) != 1:
+        groups.ban(*involved)
+        return
+    group = involved.pop()
+    outputs = [_dim_of(dims, factor) for dims in signature.outputs]
+    lost = [d is None and dims is not None for d, dims in zip(outputs, signature.outputs)]
+    if any(lost):
+        groups.ban(group, forms=(RoutedForm.EXPERTS,))
+        if signature.reductions.get(factor) is None:
+            groups.ban(group)
+            return
+    splits = {}
+    for form in _FORMS:
+        results: list[Placement] = []
+        for dim, dims in zip(outputs, signature.outputs, strict=True):
+            if dim is not None:
+                results.append(Routed(dim, form))
+            else:
+                results.append(R if dims is None else Partial(signature.reductions.get(factor, "")))
+        splits[form] = AxisStrategy(
+            tuple(R if v is None else Routed(v.dim, form) for v in rows),
+            tuple(results),
+            factor if form is RoutedForm.TOKENS else "",
+        )
+    groups.splits[node.name] = group, splits
+    for index, dim in enumerate(outputs):
+        if dim is not None:
+            key = f"{node.name}#{index}" if isinstance(node.meta, tuple) else node.name
+            groups.values[key] = _Rows(group, "rows", dim)
+
+
+def _factor_of_rows(signature: OpSignature, rows: list[_Rows | None]) -> str | None:
+    """The factor of the rows, if the operator treats each row alike."""
+    found: set[str] = set()
+    for value, dims in zip(rows, signature.inputs, strict=True):
+        if value is not None:
+            if value.kind != "rows" or dims is None or len(dims[value.dim]) != 1:
+                return None
+            found.add(dims[value.dim][0])
+    if len(found) != 1:
+        return None
+    factor = found.pop()
+    if factor in signature.whole:
+        return None
+    for value, dims in zip(rows, signature.inputs, strict=True):
+        at = [i for i, factors in enumerate(dims or ()) if factor in factors]
+        if at != ([] if value is None else [value.dim]):
+            return None
+    for dims in signature.outputs:
+        at = [i for i, factors in enumerate(dims or ()) if factor in factors]
+        if len(at) > 1 or any(len((dims or ())[i]) != 1 for i in at):
+            return None
+    return factor
+
+
+def _dim_of(dims: Dims | None, factor: str) -> int | None:
+    return next((i for i, factors in enumerate(dims or ()) if factor in factors), None)
