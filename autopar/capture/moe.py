@@ -63,6 +63,27 @@ def moe_combine(
     return found.view(-1, k, *rows.shape[1:]).sum(1)
 
 
+def moe_spread(table: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows (r, ...) with the entry of each row's expert in ``table`` (experts, ...).
+
+    Rows behind the last run get zeros.
+    """
+    row = torch.arange(order.shape[0], device=order.device)
+    expert = torch.searchsorted(counts.cumsum(0), row, right=True)
+    beyond = expert >= table.shape[0]
+    found = table[expert.masked_fill(beyond, 0)]
+    return found.masked_fill(beyond.view(-1, *(1 for _ in table.shape[1:])), 0)
+
+
+def moe_run_sums(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Sum of each run of rows, (experts, ...): the gradient of :func:`moe_spread`."""
+    row = torch.arange(rows.shape[0], device=rows.device)
+    expert = torch.searchsorted(counts.cumsum(0), row, right=True)
+    # one more entry, for the rows behind the last run
+    sums = rows.new_zeros(counts.shape[0] + 1, *rows.shape[1:])
+    return sums.index_put((expert,), rows, accumulate=True)[:-1]
+
+
 def grouped_mm(
     rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, share: float
 ) -> torch.Tensor:

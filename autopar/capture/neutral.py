@@ -21,6 +21,8 @@ constant                 (values, shape, dtype) -> tensor
 moe_route                (ids, experts, k) -> (order, counts, splits)
 moe_dispatch             (x, order, splits, k) -> rows sorted by expert
 moe_combine              (rows, order, splits, k) -> tokens
+moe_spread               (table, counts, order) -> rows with their expert's entry
+moe_run_sums             (rows, counts) -> sum of each expert's rows
 grouped_mm               (rows, weight, counts, share) -> rows
 grouped_mm_weight        (rows, dy, counts, share) -> gradient of the weight
 =======================  ==========================================================================
@@ -48,6 +50,8 @@ from autopar.capture.moe import (
     moe_combine,
     moe_dispatch,
     moe_route,
+    moe_run_sums,
+    moe_spread,
 )
 
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -394,6 +398,14 @@ def _register_moe() -> None:
     _define(
         "moe_combine", moe_combine,
         lambda rows, order, splits, k: rows.new_empty((order.shape[0] // k, *rows.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "moe_spread", moe_spread,
+        lambda table, counts, order: table.new_empty((order.shape[0], *table.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "moe_run_sums", moe_run_sums,
+        lambda rows, counts: rows.new_empty((counts.shape[0], *rows.shape[1:])),
     )  # fmt: skip
     _define(
         "grouped_mm", grouped_mm,

@@ -33,6 +33,8 @@ NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
         "autopar.moe_route": moe.moe_route,
         "autopar.moe_dispatch": moe.moe_dispatch,
         "autopar.moe_combine": moe.moe_combine,
+        "autopar.moe_spread": moe.moe_spread,
+        "autopar.moe_run_sums": moe.moe_run_sums,
         # through the dispatcher: they read counts, which a fake tensor does not have
         "autopar.grouped_mm": torch.ops.autopar.grouped_mm.default,
         "autopar.grouped_mm_weight": torch.ops.autopar.grouped_mm_weight.default,

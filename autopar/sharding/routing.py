@@ -14,6 +14,8 @@ of its own (:class:`~autopar.sharding.placement.Routed`) if every reader of such
   grouped_mm          T(0) R P(sum) -> T(0)        E(0) S(0) S(0) -> E(0)
   grouped_mm_weight   T(0) T(0) P(sum) -> P(sum)   E(0) E(0) S(0) -> S(0)
   moe_combine         T(0) T(0) V -> S(0)          E(0) E(0) V -> P(sum)
+  moe_spread          R P(sum) T(0) -> T(0)        S(0) S(0) E(0) -> E(0)
+  moe_run_sums        T(0) P(sum) -> P(sum)        E(0) S(0) -> S(0)
   ==================  ===========================  ===========================
 
 * any other operator may read rows if it treats each row alike: the rows are one factor of their
@@ -45,7 +47,8 @@ from autopar.sharding.signature import AxisStrategy, Dims, OpSignature
 Signatures = Mapping[str, OpSignature | None]
 
 ROUTE, DISPATCH = "autopar.moe_route", "autopar.moe_dispatch"
-COMBINE = "autopar.moe_combine"
+COMBINE, SPREAD = "autopar.moe_combine", "autopar.moe_spread"
+RUN_SUMS = "autopar.moe_run_sums"
 GROUPED_MM, GROUPED_MM_WEIGHT = "autopar.grouped_mm", "autopar.grouped_mm_weight"
 
 _T, _E = Routed(0, RoutedForm.TOKENS), Routed(0, RoutedForm.EXPERTS)
@@ -57,6 +60,8 @@ _SPLITS: Mapping[str, tuple[AxisStrategy, ...]] = {
     ),
     DISPATCH: (AxisStrategy((_S, _T, V), (_T,), "t"), AxisStrategy((R, _E, V), (_E,))),
     COMBINE: (AxisStrategy((_T, _T, V), (_S,), "t"), AxisStrategy((_E, _E, V), (P,))),
+    SPREAD: (AxisStrategy((R, P, _T), (_T,), "r"), AxisStrategy((_S, _S, _E), (_E,), "e")),
+    RUN_SUMS: (AxisStrategy((_T, P), (P,), "r"), AxisStrategy((_E, _S), (_S,), "e")),
     GROUPED_MM: (
         AxisStrategy((_T, R, P), (_T,), "r"),
         AxisStrategy((_E, _S, _S), (_E,), "e", "grouped_product"),
@@ -159,7 +164,7 @@ def _visit(groups: _Groups, node: Node, signature: OpSignature | None) -> None:
         )
         if fits:
             _offer(groups, node, group)
-            if node.op in (DISPATCH, GROUPED_MM):
+            if node.op in (DISPATCH, GROUPED_MM, SPREAD):
                 values[node.name] = _Rows(group, "rows")
         else:
             groups.ban(*groups_read)
@@ -171,6 +176,8 @@ def _visit(groups: _Groups, node: Node, signature: OpSignature | None) -> None:
 _WANTED: Mapping[str, tuple[str, ...]] = {
     DISPATCH: ("", "order", "splits"),
     COMBINE: ("rows", "order", "splits"),
+    SPREAD: ("", "counts", "order"),
+    RUN_SUMS: ("rows", "counts"),
     GROUPED_MM: ("rows", "", "counts"),
     GROUPED_MM_WEIGHT: ("rows", "rows", "counts"),
 }

@@ -18,6 +18,8 @@ Each reader of these is replaced on its own, where it means the same:
 ``zeros.index_put(order // k, rows, accumulate)``     ``moe_combine``
 ``zeros.index_add(0, order // k, rows)``              ``moe_combine``
 ``zeros.index_put(row of slot, y, accumulate)``       ``moe_dispatch``
+``table[sorted ids]``, one entry per expert           ``moe_spread``
+``zeros.index_put(sorted ids, rows, accumulate)``     ``moe_run_sums``
 grouped products of transformers and of torch         ``grouped_mm``, ``grouped_mm_weight``
 the sorted ids                                        ``moe_dispatch`` of the ids
 ====================================================  ==================================
@@ -289,13 +291,17 @@ class _Writer:
         return self._emit(node, op, (value, order, splits, index.k), node.meta)
 
     def _gather(self, node: Node) -> Ref | None:
-        name = _only_index(node)
-        index = self.found.indices.get(name) if name is not None else None
-        value = node.args[0]
-        if index is None or not isinstance(value, Ref):
+        name, value = _only_index(node), node.args[0]
+        meta = self.metas[value.name] if isinstance(value, Ref) else None
+        if name is None or not isinstance(value, Ref) or not isinstance(meta, TensorMeta):
             return None
-        meta = self.metas[value.name]
-        if not isinstance(meta, TensorMeta) or meta.shape[0] * index.k != self._slots(index):
+        sort = self.found.sorts.get(self.found.values.get(name, ""))
+        if sort is not None and meta.shape[0] == sort.experts:
+            order, counts, _ = self.results[sort.node.name]
+            args = (self._new(value.name), counts, order)
+            return self._emit(node, "autopar.moe_spread", args, node.meta)
+        index = self.found.indices.get(name)
+        if index is None or meta.shape[0] * index.k != self._slots(index):
             return None
         return self._moved(node, self._new(value.name), index, to_rows=not index.is_inverse)
 
@@ -307,24 +313,25 @@ class _Writer:
             at = node.args[2]
             name = at.name if isinstance(at, Ref) and node.args[1] == 0 else None
             value, adds = node.args[3], not node.kwargs
-        index = self.found.indices.get(name) if name is not None else None
-        base = node.args[0]
-        if index is None or not isinstance(value, Ref) or not isinstance(base, Ref):
+        base, meta = node.args[0], node.meta
+        if name is None or not isinstance(value, Ref) or not isinstance(base, Ref):
             return None
-        zeros = self.old.get(base.name)
+        zeros, source = self.old.get(base.name), self.metas[value.name]
         if zeros is None or zeros.op != "aten.full.default" or zeros.args[1] != 0:
             return None
-        meta, source = node.meta, self.metas[value.name]
         if not isinstance(meta, TensorMeta) or not isinstance(source, TensorMeta):
             return None
-        slots = self._slots(index)
-        if (
-            not (adds or index.k == 1)  # without repeats, to set is to add to zeros
-            or source.shape != (slots, *meta.shape[1:])
-            or meta.shape[0] * index.k != slots
-            or source.dtype != meta.dtype
-        ):
+        if source.dtype != meta.dtype or source.shape[1:] != meta.shape[1:]:
             return None
+        sort = self.found.sorts.get(self.found.values.get(name, ""))
+        if sort is not None and adds and meta.shape[0] == sort.experts:
+            args = (self._new(value.name), self.results[sort.node.name][1])
+            return self._emit(node, "autopar.moe_run_sums", args, meta)
+        index = self.found.indices.get(name)
+        if index is None or not source.shape[0] == self._slots(index) == meta.shape[0] * index.k:
+            return None
+        if not adds and index.k > 1:
+            return None  # without repeats, to set is to add to zeros
         return self._moved(node, self._new(value.name), index, to_rows=index.is_inverse)
 
     def _slots(self, index: _Index) -> int:

@@ -55,6 +55,34 @@ def _combine(call: OpCall) -> OpSignature:
     )
 
 
+def _spread(call: OpCall) -> OpSignature:
+    """``moe_spread(table, counts, order)``."""
+    naming = Naming()
+    experts = naming.dim("e", call.shape(0)[0], whole=True)
+    rows = naming.dim("r", call.shape(2)[0], whole=True)
+    rest = naming.dims(call.shape(0)[1:], prefix="h")
+    return naming.build(
+        [(experts, *rest), (experts,), (rows,)],
+        [(rows, *rest)],
+        linear=call.linear_positions((0,)),
+        padded=naming.sizes.keys() - naming.whole,
+    )
+
+
+def _run_sums(call: OpCall) -> OpSignature:
+    """``moe_run_sums(rows, counts)``."""
+    naming = Naming()
+    rows = naming.dim("r", call.shape(0)[0], whole=True)
+    experts = naming.dim("e", call.shape(1)[0], whole=True)
+    rest = naming.dims(call.shape(0)[1:], prefix="h")
+    return naming.build(
+        [(rows, *rest), (experts,)],
+        [(experts, *rest)],
+        linear=call.linear_positions((0,)),
+        padded=naming.sizes.keys() - naming.whole,
+    )
+
+
 def _call(call: OpCall) -> tuple[Naming, tuple[str, ...], tuple[str, ...]]:
     naming = Naming()
     slots = _slots(naming, call.shape(1)[0], call.integer(3))
@@ -65,6 +93,8 @@ RULES: Mapping[str, Rule] = {
     "autopar.moe_route.default": _route,
     "autopar.moe_dispatch.default": _dispatch,
     "autopar.moe_combine.default": _combine,
+    "autopar.moe_spread.default": _spread,
+    "autopar.moe_run_sums.default": _run_sums,
     "autopar.grouped_mm.default": template(
         "(r!, k+), (e!, k+, n), (e!) -> (r!, n)", linear=((0,), (1,)), padded="k n"
     ),
