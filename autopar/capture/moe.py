@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 
 
-
 def moe_route(
     ids: torch.Tensor, experts: int, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,6 +120,26 @@ def grouped_mm_weight(
             result[expert] = rows[begin : begin + count].t() @ dy[begin : begin + count]
         begin += count
     return result
+
+
+def grouped_mm_ends(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """:func:`grouped_mm` of runs that end where ``ends`` (experts,) says."""
+    return grouped_mm(rows, weight, _counts(ends), 1.0)
+
+
+def grouped_mm_ends_backward(
+    dy: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of :func:`grouped_mm_ends` for rows and weight."""
+    counts = _counts(ends)
+    return (
+        grouped_mm(dy, weight.transpose(1, 2), counts, 1.0),
+        grouped_mm_weight(rows, dy, counts, 1.0),
+    )
+
+
+def _counts(ends: torch.Tensor) -> torch.Tensor:
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _fused_kernel(rows: torch.Tensor) -> bool:

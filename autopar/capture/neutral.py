@@ -25,10 +25,12 @@ moe_spread               (table, counts, order) -> rows with their expert's entr
 moe_run_sums             (rows, counts) -> sum of each expert's rows
 grouped_mm               (rows, weight, counts, share) -> rows
 grouped_mm_weight        (rows, dy, counts, share) -> gradient of the weight
+grouped_mm_ends          (rows, weight, ends) -> rows
+grouped_mm_ends_backward (dy, rows, weight, ends) -> (drows, dweight)
 =======================  ==========================================================================
 
-``attention`` is put into a model by :mod:`autopar.capture.interception`, so it alone needs
-autograd; the others replace torch's operators in the captured graph. The functions below may be
+``attention`` and ``grouped_mm_ends`` are put into a model by
+:mod:`autopar.capture.interception`, so they alone need autograd; the others replace torch's operators in the captured graph. The functions below may be
 called directly, which is faster than through the dispatcher and leaves results as they are laid
 out; the operators give dense ones.
 """
@@ -46,6 +48,8 @@ from autopar.capture.attention_kernels import AttentionOptions
 from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
 from autopar.capture.moe import (
     grouped_mm,
+    grouped_mm_ends,
+    grouped_mm_ends_backward,
     grouped_mm_weight,
     moe_combine,
     moe_dispatch,
@@ -344,6 +348,15 @@ def _attention_autograd(
     return dq, dk, dv, dmask if need_dmask else None, *(None,) * 8
 
 
+def _keep_operands(ctx: _Context, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_autograd(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    drows, dweight = torch.ops.autopar.grouped_mm_ends_backward(dy, *ctx.saved_tensors)
+    return drows, dweight, None
+
+
 def _register() -> None:
     _define("attention", attention, _attention_fake)
     _define("attention_backward", attention_backward, _attention_backward_fake)
@@ -415,6 +428,17 @@ def _register_moe() -> None:
         "grouped_mm_weight", grouped_mm_weight,
         lambda rows, dy, counts, *_: rows.new_empty((counts.shape[0], rows.shape[1], dy.shape[1])),
     )  # fmt: skip
+    _define(
+        "grouped_mm_ends", grouped_mm_ends,
+        lambda rows, weight, ends: rows.new_empty((rows.shape[0], weight.shape[2])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm_ends_backward", grouped_mm_ends_backward,
+        lambda dy, rows, weight, ends: (rows.new_empty(rows.shape), weight.new_empty(weight.shape)),
+    )  # fmt: skip
+    torch.library.register_autograd(
+        "autopar::grouped_mm_ends", _grouped_mm_autograd, setup_context=_keep_operands
+    )
 
 
 _register()

@@ -38,6 +38,8 @@ NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
         # through the dispatcher: they read counts, which a fake tensor does not have
         "autopar.grouped_mm": torch.ops.autopar.grouped_mm.default,
         "autopar.grouped_mm_weight": torch.ops.autopar.grouped_mm_weight.default,
+        "autopar.grouped_mm_ends": torch.ops.autopar.grouped_mm_ends.default,
+        "autopar.grouped_mm_ends_backward": torch.ops.autopar.grouped_mm_ends_backward.default,
     }
 )
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "autopar.constant"})

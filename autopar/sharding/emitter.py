@@ -147,9 +147,7 @@ class Emitter:
                 ref = self._redo(ref, now, target, level)
         return ref
 
-    def _check_routed(
-        self, ref: Ref, current: Layout, target: Layout, changing: set[int]
-    ) -> None:
+    def _check_routed(self, ref: Ref, current: Layout, target: Layout, changing: set[int]) -> None:
         """Rows sorted by expert stay as they are, and so do the axes outside of them."""
         for level in range(len(self.axes)):
             for have, want in ((current[level], target[level]), (target[level], current[level])):

@@ -15,199 +15,41 @@ Each reader of these is replaced on its own, where it means the same:
 ====================================================  ==================================
 ``x[order // k]``, ``y[order]``                       ``moe_dispatch``
 ``rows[row of slot]``                                 ``moe_combine``
-``zeros.index_put(order // k, rows, accumulate)``     ``moe_combine``
-``zeros.index_add(0, order // k, rows)``              ``moe_combine``
-``zeros.index_put(row of slot, y, accumulate)``       ``moe_dispatch``
+``base.index_put(order // k, rows, accumulate)``      ``moe_combine``, added to ``base``
+``base.index_put(row of slot, y, accumulate)``        ``moe_dispatch``, added to ``base``
 ``table[sorted ids]``, one entry per expert           ``moe_spread``
-``zeros.index_put(sorted ids, rows, accumulate)``     ``moe_run_sums``
-grouped products of transformers and of torch         ``grouped_mm``, ``grouped_mm_weight``
+``base.index_put(sorted ids, rows, accumulate)``      ``moe_run_sums``, added to ``base``
+grouped products of autopar, transformers and torch   ``grouped_mm``, ``grouped_mm_weight``
 the sorted ids                                        ``moe_dispatch`` of the ids
 ====================================================  ==================================
 
-Readers that fit nothing go on reading ``order``; then the slots are sorted whole on every rank.
+and so are ``index_select`` and ``gather`` for indexing, ``index_add`` and ``scatter_add`` for
+``index_put``. Readers that fit nothing go on reading ``order``; then the slots are sorted whole on
+every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from autopar.capture.rewrites.moe_finder import SORTS, Finder, Found, Index, Sort, only_index
 from autopar.ir.graph import Arg, Graph, Meta, Node, Ref, TensorMeta
 
-_SORTS = ("aten.sort.default", "aten.sort.stable")
-_DIVISIONS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
-_FALLBACK = "transformers.grouped_mm_fallback"
 _ALL_ROWS = 1.0
-
-
-@dataclass(slots=True)
-class _Sort:
-    """A sort by expert.
-
-    Attributes:
-        node: The sort.
-        ids: What is sorted.
-        experts: How many experts there are.
-        k: Slots per token.
-        name: Stem of the new operators' names.
-    """
-
-    node: Node
-    ids: str
-    experts: int
-    k: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """An index tensor that follows from a sort: ``order // k``, or its inverse."""
-
-    sort: str
-    k: int
-    is_inverse: bool = False
-
-
-@dataclass(slots=True)
-class _Found:
-    """Values of a program that follow from sorts by expert.
-
-    Attributes:
-        sorts: By name of the sort operator.
-        values: Sorted ids -> sort.
-        indices: Index tensors.
-        ends: Ends of the runs -> sort.
-    """
-
-    sorts: dict[str, _Sort] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    indices: dict[str, _Index] = field(default_factory=dict)
-    ends: dict[str, str] = field(default_factory=dict)
 
 
 def sort_by_expert(graph: Graph) -> Graph:
     """``graph`` with every sort by expert, and what reads it, written as neutral operators."""
-    if not any(node.op in _SORTS for node in graph.nodes):
+    if not any(node.op in SORTS for node in graph.nodes):
         return graph
-    found = _find(graph)
+    found = Finder(graph).run()
     return _Writer(graph, found).run() if found.sorts else graph
-
-
-def _find(graph: Graph) -> _Found:
-    found = _Found()
-    nodes, metas = graph.node_map(), graph.metas()
-    counts: dict[str, tuple[str, int]] = {}
-    for node in graph.nodes:
-        if node.op in _SORTS:
-            _find_sort(found, node, metas)
-        elif node.op == "getitem" and node.refs()[0] in found.sorts:
-            sort = node.refs()[0]
-            if node.args[1] == 0:
-                found.values[node.name] = sort
-            else:
-                found.indices[node.name] = _Index(sort, 1)
-        elif node.op == "aten.histc.default":
-            counted = _counted(found, node, nodes)
-            if counted is not None:
-                counts[node.name] = counted
-        elif node.op == "aten.cumsum.default" and node.refs()[0] in counts:
-            sort, experts = counts[node.refs()[0]]
-            found.ends[node.name] = sort
-            found.sorts[sort].experts = experts
-        else:
-            _find_index(found, node, nodes, metas)
-    used = {found.ends[r] for n in graph.nodes for r in n.refs() if r in found.ends}
-    kept = {name: s for name, s in found.sorts.items() if name in used and s.experts}
-    return _Found(
-        kept,
-        {v: s for v, s in found.values.items() if s in kept},
-        {v: i for v, i in found.indices.items() if i.sort in kept},
-        {v: s for v, s in found.ends.items() if s in kept},
-    )
-
-
-def _find_sort(found: _Found, node: Node, metas: dict[str, Meta]) -> None:
-    ids = node.refs()[0]
-    meta = metas[ids]
-    if not isinstance(meta, TensorMeta) or len(meta.shape) != 1 or meta.is_float:
-        return
-    if meta.dtype == "bool" or node.args[-1] is True:
-        return  # descending
-    inverted = found.indices.get(ids)
-    if inverted is not None and inverted.k == 1 and not inverted.is_inverse:
-        return  # a sort of the order: its second result is the inverse, found as an index
-    found.sorts[node.name] = _Sort(node, ids, 0, 1, f"moe_{len(found.sorts)}")
-
-
-def _counted(found: _Found, node: Node, nodes: dict[str, Node]) -> tuple[str, int] | None:
-    """``histc(ids or sorted ids, experts, 0, experts - 1)``: the sort, and the number of experts."""
-    bins, low, high = node.args[1:4] if len(node.args) == 4 else (None, None, None)
-    if not isinstance(bins, int) or low != 0 or high != bins - 1:
-        return None
-    name = node.refs()[0]
-    source = nodes.get(name)
-    if source is not None and source.op == "aten._to_copy.default":
-        name = source.refs()[0]
-    if name in found.values:
-        return found.values[name], bins
-    same = [s.node.name for s in found.sorts.values() if s.ids == name]
-    return (same[0], bins) if same else None
-
-
-def _find_index(
-    found: _Found, node: Node, nodes: dict[str, Node], metas: dict[str, Meta]
-) -> None:
-    if node.op in _DIVISIONS:
-        base = found.indices.get(node.refs()[0]) if len(node.refs()) == 1 else None
-        k = node.args[1]
-        rounds_down = node.op == _DIVISIONS[0] or dict(node.kwargs).get("rounding_mode") == "floor"
-        if base is not None and base.k == 1 and not base.is_inverse and rounds_down:
-            meta = node.meta
-            if isinstance(k, int) and k > 0 and isinstance(meta, TensorMeta):
-                if meta.shape[0] % k == 0:
-                    found.indices[node.name] = _Index(base.sort, k)
-                    sort = found.sorts[base.sort]
-                    sort.k = max(sort.k, k)
-    elif node.op == "aten.index_put.default" and len(node.refs()) == 3:
-        _, index, values = node.refs()
-        base = found.indices.get(index)
-        if (
-            base is not None
-            and base == _Index(base.sort, 1)
-            and _only_index(node) is not None
-            and _is_count(nodes.get(values), metas[index])
-            and node.meta == metas[index]
-        ):
-            found.indices[node.name] = _Index(base.sort, 1, is_inverse=True)
-    elif node.op == "getitem" and node.args[1] == 1:
-        base_node = nodes.get(node.refs()[0])
-        if base_node is not None and base_node.op in _SORTS and base_node.args[-1] is not True:
-            base = found.indices.get(base_node.refs()[0])
-            if base is not None and base == _Index(base.sort, 1):
-                found.indices[node.name] = _Index(base.sort, 1, is_inverse=True)
-
-
-def _is_count(node: Node | None, meta: Meta) -> bool:
-    """Whether ``node`` is 0, 1, 2, ... of the length of ``meta``."""
-    return (
-        node is not None
-        and isinstance(meta, TensorMeta)
-        and node.op == "aten.arange.start_step"
-        and node.args[:3] == (0, meta.shape[0], 1)
-    )
-
-
-def _only_index(node: Node) -> str | None:
-    """The one index tensor of ``index(x, [i])`` or ``index_put(x, [i], ...)``, along dim 0."""
-    indices = node.args[1]
-    if isinstance(indices, tuple) and len(indices) == 1 and isinstance(indices[0], Ref):
-        return indices[0].name
-    return None
 
 
 class _Writer:
     """Writes the new program; names are made stable afterwards by the caller."""
 
-    def __init__(self, graph: Graph, found: _Found) -> None:
+    def __init__(self, graph: Graph, found: Found) -> None:
         self.graph, self.found = graph, found
         self.old = graph.node_map()
         self.metas = graph.metas()
@@ -259,17 +101,27 @@ class _Writer:
                 node, "autopar.moe_dispatch", (self._new(sort.ids), order, splits, 1), node.meta
             )
         index = self.found.indices.get(node.name)
-        if index is not None and node.op == "getitem" and not index.is_inverse:
+        if index is not None and index.is_order:
             return self.results[index.sort][0]
-        if node.op == "aten.index.Tensor":
-            return self._gather(node)
-        if node.op in ("aten.index_put.default", "aten.index_add.default"):
-            return self._scatter(node)
-        if node.op == "getitem" and node.refs()[0] in self.pairs:
-            return self.pairs[node.refs()[0]][int(node.args[1] == 1)]
+        match node.op, node.args:
+            case "aten.index.Tensor", (Ref() as x, _):
+                return self._gather(node, x, only_index(node))
+            case "aten.index_select.default", (Ref() as x, 0, Ref() as at):
+                return self._gather(node, x, at)
+            case "aten.gather.default", (Ref() as x, 0, Ref() as at, *_):
+                return self._gather(node, x, at, wide=True)
+            case "aten.index_put.default", (Ref() as base, _, Ref() as rows, *adds):
+                at_one = only_index(node)
+                return self._scatter(node, base, at_one, rows, adds=adds[:1] == [True])
+            case "aten.index_add.default", (Ref() as base, 0, Ref() as at, Ref() as rows):
+                return None if node.kwargs else self._scatter(node, base, at, rows)
+            case "aten.scatter_add.default", (Ref() as base, 0, Ref() as at, Ref() as rows):
+                return self._scatter(node, base, at, rows, wide=True)
+            case "getitem", (Ref() as pair, int(result)) if pair.name in self.pairs:
+                return self.pairs[pair.name][result]
         return self._product(node)
 
-    def _route(self, sort: _Sort) -> None:
+    def _route(self, sort: Sort) -> None:
         meta = self.metas[sort.ids]
         assert isinstance(meta, TensorMeta)
         metas = (
@@ -285,99 +137,133 @@ class _Writer:
         )
         self.results[sort.node.name] = order, counts, splits
 
-    def _moved(self, node: Node, value: Arg, index: _Index, *, to_rows: bool) -> Ref:
+    def _meta(self, value: Ref) -> TensorMeta:
+        meta = self.metas[value.name]
+        assert isinstance(meta, TensorMeta), value
+        return meta
+
+    def _position(self, at: Ref | None, shape: tuple[int, ...], *, wide: bool) -> Index | None:
+        """The index at which rows of ``shape`` are read or written; None if it is no such index."""
+        if at is None:
+            return None
+        if wide and len(shape) > 1:
+            # a row is moved whole
+            return self.found.wide.get(at.name) if self._meta(at).shape == shape else None
+        return self.found.indices.get(at.name)
+
+    def _moved(self, node: Node, value: Ref, index: Index, *, to_rows: bool) -> Ref:
         order, _, splits = self.results[index.sort]
         op = "autopar.moe_dispatch" if to_rows else "autopar.moe_combine"
-        return self._emit(node, op, (value, order, splits, index.k), node.meta)
+        args = (self._new(value.name), order, splits, index.k)
+        return self._emit(node, op, args, node.meta)
 
-    def _gather(self, node: Node) -> Ref | None:
-        name, value = _only_index(node), node.args[0]
-        meta = self.metas[value.name] if isinstance(value, Ref) else None
-        if name is None or not isinstance(value, Ref) or not isinstance(meta, TensorMeta):
-            return None
-        sort = self.found.sorts.get(self.found.values.get(name, ""))
-        if sort is not None and meta.shape[0] == sort.experts:
-            order, counts, _ = self.results[sort.node.name]
-            args = (self._new(value.name), counts, order)
-            return self._emit(node, "autopar.moe_spread", args, node.meta)
-        index = self.found.indices.get(name)
-        if index is None or meta.shape[0] * index.k != self._slots(index):
-            return None
-        return self._moved(node, self._new(value.name), index, to_rows=not index.is_inverse)
-
-    def _scatter(self, node: Node) -> Ref | None:
-        """Additions to zeros at positions that a sort gives."""
-        if node.op == "aten.index_put.default":
-            name, value, adds = _only_index(node), node.args[2], node.args[3:4] == (True,)
-        else:
-            at = node.args[2]
-            name = at.name if isinstance(at, Ref) and node.args[1] == 0 else None
-            value, adds = node.args[3], not node.kwargs
-        base, meta = node.args[0], node.meta
-        if name is None or not isinstance(value, Ref) or not isinstance(base, Ref):
-            return None
-        zeros, source = self.old.get(base.name), self.metas[value.name]
-        if zeros is None or zeros.op != "aten.full.default" or zeros.args[1] != 0:
-            return None
-        if not isinstance(meta, TensorMeta) or not isinstance(source, TensorMeta):
-            return None
-        if source.dtype != meta.dtype or source.shape[1:] != meta.shape[1:]:
-            return None
-        sort = self.found.sorts.get(self.found.values.get(name, ""))
-        if sort is not None and adds and meta.shape[0] == sort.experts:
-            args = (self._new(value.name), self.results[sort.node.name][1])
-            return self._emit(node, "autopar.moe_run_sums", args, meta)
-        index = self.found.indices.get(name)
-        if index is None or not source.shape[0] == self._slots(index) == meta.shape[0] * index.k:
-            return None
-        if not adds and index.k > 1:
-            return None  # without repeats, to set is to add to zeros
-        return self._moved(node, self._new(value.name), index, to_rows=index.is_inverse)
-
-    def _slots(self, index: _Index) -> int:
-        meta = self.metas[self.found.sorts[index.sort].ids]
+    def _gather(self, node: Node, x: Ref, at: Ref | None, *, wide: bool = False) -> Ref | None:
+        meta, source = node.meta, self._meta(x)
         assert isinstance(meta, TensorMeta)
-        return meta.shape[0]
+        sort = self.found.sorts.get(self.found.values.get(at.name, "") if at is not None else "")
+        if sort is not None and source.shape[:1] == (sort.experts,) and not wide:
+            order, counts, _ = self.results[sort.node.name]
+            args = (self._new(x.name), counts, order)
+            return self._emit(node, "autopar.moe_spread", args, meta)
+        index = self._position(at, meta.shape, wide=wide)
+        if index is None or source.shape[1:] != meta.shape[1:]:
+            return None
+        if source.shape[0] * index.k != self.found.sorts[index.sort].slots:
+            return None
+        return self._moved(node, x, index, to_rows=not index.is_inverse)
+
+    def _scatter(  # noqa: PLR0913  the operands of a scatter
+        self,
+        node: Node,
+        base: Ref,
+        at: Ref | None,
+        rows: Ref,
+        *,
+        adds: bool = True,
+        wide: bool = False,
+    ) -> Ref | None:
+        """Additions at positions that a sort gives."""
+        meta, source = self._meta(base), self._meta(rows)
+        if at is None or source.dtype != meta.dtype or source.shape[1:] != meta.shape[1:]:
+            return None
+        zeros = self.old.get(base.name)
+        is_zero = zeros is not None and zeros.op == "aten.full.default" and zeros.args[1] == 0
+        sort = self.found.sorts.get(self.found.values.get(at.name, ""))
+        if sort is not None and adds and not wide and meta.shape[0] == sort.experts:
+            args = (self._new(rows.name), self.results[sort.node.name][1])
+            return self._plus(
+                node, base, self._emit(node, "autopar.moe_run_sums", args, meta), is_zero
+            )
+        index = self._position(at, source.shape, wide=wide)
+        if index is None:
+            return None
+        if not source.shape[0] == self.found.sorts[index.sort].slots == meta.shape[0] * index.k:
+            return None
+        if not adds and not (is_zero and index.k == 1):
+            return None  # only without repeats, to set is to add to zeros
+        return self._plus(
+            node, base, self._moved(node, rows, index, to_rows=index.is_inverse), is_zero
+        )
+
+    def _plus(self, node: Node, base: Ref, added: Ref, is_zero: bool) -> Ref:
+        if is_zero:
+            return added
+        return self._emit(node, "aten.add.Tensor", (self._new(base.name), added), node.meta)
 
     def _product(self, node: Node) -> Ref | None:
         """A grouped product whose runs end where a sort says."""
-        kind = node.op.removesuffix(".default")
-        if kind not in (_FALLBACK, f"{_FALLBACK}_backward", "aten._grouped_mm"):
+        kind, refs = node.op.removesuffix(".default"), node.refs()
+        match kind:
+            case "transformers.grouped_mm_fallback_backward":
+                rows, weight, ends, dy = map(Ref, refs)
+                return self._gradients(node, rows, weight, ends, dy)
+            case "autopar.grouped_mm_ends_backward":
+                dy, rows, weight, ends = map(Ref, refs)
+                return self._gradients(node, rows, weight, ends, dy)
+            case (
+                "transformers.grouped_mm_fallback" | "autopar.grouped_mm_ends" | "aten._grouped_mm"
+            ):
+                pass
+            case _:
+                return None
+        counts = self._counts(refs[2]) if len(refs) == 3 else None
+        if counts is None:
             return None
-        refs = node.refs()
-        sort = self.found.ends.get(refs[2]) if len(refs) in (3, 4) else None
-        if sort is None:
-            return None
-        counts = self.results[sort][1]
-        left, right = self._new(refs[0]), self._new(refs[1])
-        shapes = [m.shape for m in map(self.metas.get, refs[:2]) if isinstance(m, TensorMeta)]
-        experts = self.found.sorts[sort].experts
-        if kind == f"{_FALLBACK}_backward":
-            self.pairs[node.name] = self._gradients(node, counts)
-            return self.pairs[node.name][0]
-        if len(shapes[1]) == 3 and len(shapes[0]) == 2 and shapes[1][0] == experts:
-            return self._emit(
-                node, "autopar.grouped_mm", (left, right, counts, _ALL_ROWS), node.meta
-            )
+        left, right = self._meta(Ref(refs[0])), self._meta(Ref(refs[1]))
+        args = (self._new(refs[0]), self._new(refs[1]), counts, _ALL_ROWS)
+        if (len(left.shape), len(right.shape)) == (2, 3):
+            return self._emit(node, "autopar.grouped_mm", args, node.meta)
         turned = self.old.get(refs[0])
-        if len(shapes[0]) == len(shapes[1]) == 2 and turned is not None:
+        if (len(left.shape), len(right.shape)) == (2, 2) and turned is not None:
             if turned.op == "aten.permute.default":
-                rows = self._new(turned.refs()[0])
-                args = (rows, right, counts, _ALL_ROWS)
+                args = (self._new(turned.refs()[0]), *args[1:])
                 return self._emit(node, "autopar.grouped_mm_weight", args, node.meta)
         return None
 
-    def _gradients(self, node: Node, counts: Ref) -> tuple[Ref, Ref]:
-        """``grouped_mm_fallback_backward(rows, weight, ends, dy)`` as two products."""
-        rows, weight, _, dy = (self._new(r) for r in node.refs())
+    def _counts(self, ends: str) -> Ref | None:
+        """Run lengths in the place of their ends, if a sort that is written already gives them."""
+        sort = self.found.ends.get(ends)
+        if sort is None or sort not in self.results:
+            return None
+        return self.results[sort][1]
+
+    def _gradients(self, node: Node, rows: Ref, weight: Ref, ends: Ref, dy: Ref) -> Ref | None:
+        """Both gradients of a grouped product as two products."""
+        counts = self._counts(ends.name)
+        if counts is None:
+            return None
+        rows, new_weight, dy = (self._new(r.name) for r in (rows, weight, dy))
         drows, dweight = node.metas()
-        meta = self.metas[node.refs()[1]]
-        assert isinstance(meta, TensorMeta)
+        meta = self._meta(weight)
         experts, k, n = meta.shape
         turned = self._emit(
-            node, "aten.permute.default", (weight, (0, 2, 1)), replace(meta, shape=(experts, n, k))
+            node,
+            "aten.permute.default",
+            (new_weight, (0, 2, 1)),
+            replace(meta, shape=(experts, n, k)),
         )
-        return (
+        self.pairs[node.name] = (
             self._emit(node, "autopar.grouped_mm", (dy, turned, counts, _ALL_ROWS), drows),
             self._emit(node, "autopar.grouped_mm_weight", (rows, dy, counts, _ALL_ROWS), dweight),
         )
+        return self.pairs[node.name][0]
