@@ -16,6 +16,7 @@ import torch
 from autopar.errors import CaptureError
 
 _TABLES = frozenset(torch.nn.Module().__dict__)  # parameters, buffers, modules and hooks
+_HOOKS = tuple(sorted(name for name in _TABLES if "_hooks" in name))
 _COPIED = (list, dict, set)
 
 
@@ -23,7 +24,9 @@ _COPIED = (list, dict, set)
 def untouched(model: torch.nn.Module, changed: set[str]) -> Iterator[None]:
     """Give every module of ``model`` its attributes back when the body ends.
 
-    Lists, dicts and sets among them get their entries back too.
+    Lists, dicts and sets among them get their entries back too. Hooks that the body registers are
+    removed: a model that does so at its first call notes that in an attribute, and would register
+    them again.
 
     Args:
         model: The user's model.
@@ -36,9 +39,18 @@ def untouched(model: torch.nn.Module, changed: set[str]) -> Iterator[None]:
         for name, value in attributes.items()
         if type(value) in _COPIED and name not in _TABLES
     ]
+    hooks = [
+        (table, table.copy())
+        for _, module, _ in kept
+        for table in (module.__dict__.get(name) for name in _HOOKS)
+        if isinstance(table, dict)
+    ]
     try:
         yield
     finally:
+        for table, before_hooks in hooks:
+            table.clear()
+            table.update(before_hooks)
         for path, module, attributes in kept:
             now = module.__dict__
             names = [n for n in now if n not in attributes or now[n] is not attributes[n]]
