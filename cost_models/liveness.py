@@ -165,6 +165,8 @@ def workspace_bytes(node: Node, metas: Mapping[str, Meta]) -> int:
         return made if node.args[1] != 0 else 0
     if node.op == "comm.reduce_scatter":
         return sum(t.bytes for t in tensors(operands)) if node.args[2] != 0 else 0
+    if node.op == "comm.all_to_all_rows":
+        return made
     if node.op == "comm.all_to_all":
         return 2 * made
     if node.op in ("autopar.dropout", "autopar.uniform"):

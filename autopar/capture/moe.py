@@ -11,7 +11,11 @@ and :func:`moe_combine` does not read them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from autopar.errors import RowBudgetError
 
 
 def moe_route(
@@ -46,16 +50,22 @@ def moe_dispatch(
 
 
 def moe_combine(
-    rows: torch.Tensor, order: torch.Tensor, splits: torch.Tensor, k: int
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    splits: torch.Tensor,
+    k: int,
+    shape: Sequence[int],
 ) -> torch.Tensor:
-    """Tokens (r / k, ...): the sum of each token's rows; rows behind the last run count as zeros.
+    """Tokens of shape ``shape``: the sum of each token's rows.
 
-    The transpose of :func:`moe_dispatch`, and its gradient.
+    Slots whose row is not here, or lies behind the last run, count as zeros. The transpose of
+    :func:`moe_dispatch`, and its gradient.
     """
     position = torch.arange(order.shape[0], device=order.device)
-    row_of_slot = torch.empty_like(order).scatter_(0, order, position)
-    found = rows[row_of_slot]
-    used = row_of_slot < splits[1].sum()
+    nowhere = order.shape[0]
+    row_of_slot = order.new_full((shape[0] * k,), nowhere).scatter_(0, order, position)
+    used = row_of_slot < splits[1].sum().clamp(max=nowhere)
+    found = rows[row_of_slot.masked_fill(~used, 0)]
     found = torch.where(used.view(-1, *(1 for _ in rows.shape[1:])), found, 0)
     if k == 1:
         return found
@@ -120,6 +130,27 @@ def grouped_mm_weight(
             result[expert] = rows[begin : begin + count].t() @ dy[begin : begin + count]
         begin += count
     return result
+
+
+def check_rows(splits: torch.Tensor, needed: torch.Tensor, room: int, what: str) -> torch.Tensor:
+    """``splits`` as they are, if the fullest rank has room for its rows.
+
+    Args:
+        splits: Result of :func:`moe_route`.
+        needed: Rows of the fullest rank, (1,), the same on every rank.
+        room: Row budget of a rank.
+        what: The operator, for the message.
+
+    Raises:
+        RowBudgetError: It has not; on every rank.
+    """
+    rows = int(needed)
+    if rows > room:
+        raise RowBudgetError(
+            f"{what}: {rows} rows were routed to the experts of one rank, which has room for "
+            f"{room}; raise expert_capacity, or leave it out to have room for all rows"
+        )
+    return splits.clone()
 
 
 def grouped_mm_ends(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ nll_loss_backward        (g, target, weight?, ignore_index, classes, dtype) -> d
 constant                 (values, shape, dtype) -> tensor
 moe_route                (ids, experts, k) -> (order, counts, splits)
 moe_dispatch             (x, order, splits, k) -> rows sorted by expert
-moe_combine              (rows, order, splits, k) -> tokens
+moe_combine              (rows, order, splits, k, shape) -> tokens
+check_rows               (splits, needed, room, what) -> splits, or an error
 moe_spread               (table, counts, order) -> rows with their expert's entry
 moe_run_sums             (rows, counts) -> sum of each expert's rows
 grouped_mm               (rows, weight, counts, share) -> rows
@@ -47,6 +48,7 @@ from autopar.capture.attention import attention_forward, attention_gradients
 from autopar.capture.attention_kernels import AttentionOptions
 from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
 from autopar.capture.moe import (
+    check_rows,
     grouped_mm,
     grouped_mm_ends,
     grouped_mm_ends_backward,
@@ -410,8 +412,9 @@ def _register_moe() -> None:
     )  # fmt: skip
     _define(
         "moe_combine", moe_combine,
-        lambda rows, order, splits, k: rows.new_empty((order.shape[0] // k, *rows.shape[1:])),
+        lambda rows, order, splits, k, shape: rows.new_empty(shape),
     )  # fmt: skip
+    _define("check_rows", check_rows, lambda splits, *_: splits.new_empty(splits.shape))
     _define(
         "moe_spread", moe_spread,
         lambda table, counts, order: table.new_empty((order.shape[0], *table.shape[1:])),

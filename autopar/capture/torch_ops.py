@@ -35,6 +35,7 @@ NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
         "autopar.moe_combine": moe.moe_combine,
         "autopar.moe_spread": moe.moe_spread,
         "autopar.moe_run_sums": moe.moe_run_sums,
+        "autopar.check_rows": torch.ops.autopar.check_rows.default,
         # through the dispatcher: they read counts, which a fake tensor does not have
         "autopar.grouped_mm": torch.ops.autopar.grouped_mm.default,
         "autopar.grouped_mm_weight": torch.ops.autopar.grouped_mm_weight.default,

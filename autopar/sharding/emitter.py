@@ -346,12 +346,17 @@ class OperatorContext:
         layout = self.result_layout(index)
         return tuple(a for a, p in zip(self.emitter.axes, layout, strict=True) if p == Shard(dim))
 
-    def routed_axes(self, index: int) -> tuple[str, ...]:
-        """Axes whose ranks have rows of their own of an operand, outermost first."""
-        layout = self.operand_layout(index)
-        return tuple(
-            a for a, p in zip(self.emitter.axes, layout, strict=True) if isinstance(p, Routed)
-        )
+    def operand_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of an operand, and of which form."""
+        return self._rows(self.operand_layout(index))
+
+    def result_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of a result, and of which form."""
+        return self._rows(self.result_layout(index))
+
+    def _rows(self, layout: Layout) -> tuple[tuple[str, Routed], ...]:
+        pairs = zip(self.emitter.axes, layout, strict=True)
+        return tuple((axis, p) for axis, p in pairs if isinstance(p, Routed))
 
     def global_meta(self, index: int) -> TensorMeta:
         """True global shape and dtype of an operand."""

@@ -68,9 +68,12 @@ class RoutedForm(StrEnum):
 
     Attributes:
         TOKENS: The rows of its own tokens, sorted by expert. As many as it has tokens.
-        EXPERTS: All rows, those of its own experts first; the rest are to be ignored.
-        EXCHANGED: The rows of its own experts from the tokens of all ranks, up to a budget;
-            what lies beyond the rows that arrived is to be ignored.
+        EXPERTS: All ranks have the same tokens; a rank holds the rows of its own experts.
+        EXCHANGED: Each rank has tokens of its own; a rank holds the rows of its own experts from
+            the tokens of all ranks, which are sent to it.
+
+    Of the last two, a rank has room for a budget of rows; what lies behind its rows is to be
+    ignored.
     """
 
     TOKENS = "T"
@@ -85,8 +88,8 @@ class Routed:
     Attributes:
         dim: The dim of the rows.
         form: Whose rows a rank holds.
-        capacity_percent: Row budget of :attr:`RoutedForm.EXCHANGED` in percent of the rows that
-            a rank gets if all experts are equally popular; 0 for the other forms.
+        capacity_percent: Row budget in percent of the rows that a rank gets if all experts are
+            equally popular; 0 for room for all rows, which is always enough.
     """
 
     dim: int
@@ -95,7 +98,7 @@ class Routed:
 
     def __str__(self) -> str:
         """Such as ``T(0)``, ``E(0)``, ``X(0,200)``."""
-        budget = f",{self.capacity_percent}" if self.form is RoutedForm.EXCHANGED else ""
+        budget = f",{self.capacity_percent}" if self.capacity_percent else ""
         return f"{self.form.value}({self.dim}{budget})"
 
 
@@ -149,10 +152,9 @@ def routed_size(size: int, placement: Routed, parts: int) -> int:
     match placement.form:
         case RoutedForm.TOKENS:
             return shard_size(size, parts)
-        case RoutedForm.EXPERTS:
-            return size
-        case RoutedForm.EXCHANGED:
+        case RoutedForm.EXPERTS | RoutedForm.EXCHANGED if placement.capacity_percent:
             return min(size, shard_size(size * placement.capacity_percent, 100 * parts))
+    return size
 
 
 def local_shape(

@@ -6,22 +6,22 @@ of its own (:class:`~autopar.sharding.placement.Routed`) if every reader of such
 * ``moe_dispatch`` makes rows of tokens, ``moe_combine`` tokens of rows, grouped products read and
   make rows; each has splits of its own, for one form of rows and one axis:
 
-  ==================  ===========================  ===========================
-  operator            tokens split (T)             experts split (E)
-  ==================  ===========================  ===========================
-  moe_route           S(0) -> T(0) P(sum) V        R -> E(0) S(0) V
-  moe_dispatch        S(0) T(0) V -> T(0)          R E(0) V -> E(0)
-  grouped_mm          T(0) R P(sum) -> T(0)        E(0) S(0) S(0) -> E(0)
-  grouped_mm_weight   T(0) T(0) P(sum) -> P(sum)   E(0) E(0) S(0) -> S(0)
-  moe_combine         T(0) T(0) V -> S(0)          E(0) E(0) V -> P(sum)
-  moe_spread          R P(sum) T(0) -> T(0)        S(0) S(0) E(0) -> E(0)
-  moe_run_sums        T(0) P(sum) -> P(sum)        E(0) S(0) -> S(0)
-  ==================  ===========================  ===========================
+  ==================  ========================  ====================  ======================
+  operator            tokens split (T)          experts split (E)     both, exchanged (X)
+  ==================  ========================  ====================  ======================
+  moe_route           S(0) -> T(0) P(sum) V     R -> E(0) S(0) V      S(0) -> X(0) S(0) V
+  moe_dispatch        S(0) T(0) V -> T(0)       R E(0) V -> E(0)      S(0) X(0) V -> X(0)
+  grouped_mm          T(0) R P(sum) -> T(0)     E(0) S(0) S(0) -> E(0), likewise for X
+  grouped_mm_weight   T(0) T(0) P(sum) -> P     E(0) E(0) S(0) -> S(0), likewise for X
+  moe_spread          R P(sum) T(0) -> T(0)     S(0) S(0) E(0) -> E(0), likewise for X
+  moe_run_sums        T(0) P(sum) -> P(sum)     E(0) S(0) -> S(0), likewise for X
+  moe_combine         T(0) T(0) V -> S(0)       E(0) E(0) V -> P(sum)  X(0) X(0) V -> S(0)
+  ==================  ========================  ====================  ======================
 
 * any other operator may read rows if it treats each row alike: the rows are one factor of their
   own that splits without a lowering, and every operand with that factor has rows of this group.
   Reduced over, that factor leaves a pending sum where tokens are split; where experts are, what
-  lies behind the own rows would be summed too, so that such a group has no E.
+  lies behind the own rows would be summed too, so that such a group has no E and no X.
 
 Otherwise the group is sorted whole on every rank, as any sort is.
 """
@@ -51,29 +51,51 @@ COMBINE, SPREAD = "autopar.moe_combine", "autopar.moe_spread"
 RUN_SUMS = "autopar.moe_run_sums"
 GROUPED_MM, GROUPED_MM_WEIGHT = "autopar.grouped_mm", "autopar.grouped_mm_weight"
 
-_T, _E = Routed(0, RoutedForm.TOKENS), Routed(0, RoutedForm.EXPERTS)
+_T = Routed(0, RoutedForm.TOKENS)
 _S = Shard(0)
-_SPLITS: Mapping[str, tuple[AxisStrategy, ...]] = {
-    ROUTE: (
-        AxisStrategy((_S,), (_T, P, V), "t"),
-        AxisStrategy((R,), (_E, _S, V), "e", "moe_route"),
-    ),
-    DISPATCH: (AxisStrategy((_S, _T, V), (_T,), "t"), AxisStrategy((R, _E, V), (_E,))),
-    COMBINE: (AxisStrategy((_T, _T, V), (_S,), "t"), AxisStrategy((_E, _E, V), (P,))),
-    SPREAD: (AxisStrategy((R, P, _T), (_T,), "r"), AxisStrategy((_S, _S, _E), (_E,), "e")),
-    RUN_SUMS: (AxisStrategy((_T, P), (P,), "r"), AxisStrategy((_E, _S), (_S,), "e")),
-    GROUPED_MM: (
-        AxisStrategy((_T, R, P), (_T,), "r"),
-        AxisStrategy((_E, _S, _S), (_E,), "e", "grouped_product"),
-    ),
-    GROUPED_MM_WEIGHT: (
-        AxisStrategy((_T, _T, P), (P,), "r"),
-        AxisStrategy((_E, _E, _S), (_S,), "e", "grouped_product"),
-    ),
-}
-"""Splits of the operators that make and read rows: over tokens, over experts."""
+_FORMS = tuple(RoutedForm)
 
-_FORMS = (RoutedForm.TOKENS, RoutedForm.EXPERTS)
+
+def _splits_of_operators(capacity_percent: int) -> dict[str, dict[RoutedForm, AxisStrategy]]:
+    """Splits of the operators that make and read rows, by form.
+
+    What splits experts carries no factor: splits of the tokens on other axes do not exclude it.
+    """
+    e, x = (Routed(0, f, capacity_percent) for f in _FORMS[1:])
+    rows = {
+        ROUTE: (
+            AxisStrategy((_S,), (_T, P, V), "t"),
+            AxisStrategy((R,), (e, _S, V), "", "moe_route"),
+            AxisStrategy((_S,), (x, _S, V), "", "moe_route"),
+        ),
+        DISPATCH: (
+            AxisStrategy((_S, _T, V), (_T,), "t"),
+            AxisStrategy((R, e, V), (e,)),
+            AxisStrategy((_S, x, V), (x,), "", "moe_dispatch"),
+        ),
+        COMBINE: (
+            AxisStrategy((_T, _T, V), (_S,), "t"),
+            AxisStrategy((e, e, V), (P,)),
+            AxisStrategy((x, x, V), (_S,), "", "moe_combine"),
+        ),
+        SPREAD: (
+            AxisStrategy((R, P, _T), (_T,), "r"),
+            *(AxisStrategy((_S, _S, own), (own,)) for own in (e, x)),
+        ),
+        RUN_SUMS: (
+            AxisStrategy((_T, P), (P,), "r"),
+            *(AxisStrategy((own, _S), (_S,)) for own in (e, x)),
+        ),
+        GROUPED_MM: (
+            AxisStrategy((_T, R, P), (_T,), "r"),
+            *(AxisStrategy((own, _S, _S), (own,), "", "grouped_product") for own in (e, x)),
+        ),
+        GROUPED_MM_WEIGHT: (
+            AxisStrategy((_T, _T, P), (P,), "r"),
+            *(AxisStrategy((own, own, _S), (_S,), "", "grouped_product") for own in (e, x)),
+        ),
+    }
+    return {op: dict(zip(_FORMS, splits, strict=True)) for op, splits in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +119,38 @@ class _Groups:
     """What is known of the groups of a graph.
 
     Attributes:
+        capacity_percent: Row budget of splits over experts.
+        offers: Splits by operator and form.
         values: Value, or ``operator#result``, to what it is.
         splits: Operator -> its group, and its splits by form.
         banned: (group, form) that some reader does not allow.
     """
 
+    capacity_percent: int
+    offers: Mapping[str, Mapping[RoutedForm, AxisStrategy]]
     values: dict[str, _Rows] = field(default_factory=dict)
-    splits: dict[str, tuple[str, dict[RoutedForm, AxisStrategy]]] = field(default_factory=dict)
+    splits: dict[str, tuple[str, Mapping[RoutedForm, AxisStrategy]]] = field(default_factory=dict)
     banned: set[tuple[str, RoutedForm]] = field(default_factory=set)
 
     def ban(self, *groups: str, forms: tuple[RoutedForm, ...] = _FORMS) -> None:
         self.banned.update((group, form) for group in groups for form in forms)
 
 
-def with_routed_splits(graph: Graph, signatures: Signatures) -> dict[str, OpSignature | None]:
+def with_routed_splits(
+    graph: Graph, signatures: Signatures, capacity_percent: int = 0
+) -> dict[str, OpSignature | None]:
     """``signatures`` with the splits of tokens and experts of every group that allows them.
 
     Args:
         graph: The joint graph.
         signatures: Named dims by operator, as the rules give them.
+        capacity_percent: Rows that a rank has room for where experts are split, in percent of its
+            share if all experts are equally popular; 0 for all rows.
     """
     result = dict(signatures)
     if not any(node.op == ROUTE for node in graph.nodes):
         return result
-    groups = _Groups()
+    groups = _Groups(capacity_percent, _splits_of_operators(capacity_percent))
     for node in graph.nodes:
         _visit(groups, node, signatures.get(node.name))
     for output in graph.outputs:
@@ -185,7 +215,7 @@ _WANTED: Mapping[str, tuple[str, ...]] = {
 
 
 def _offer(groups: _Groups, node: Node, group: str) -> None:
-    groups.splits[node.name] = group, dict(zip(_FORMS, _SPLITS[node.op], strict=True))
+    groups.splits[node.name] = group, groups.offers[node.op]
 
 
 def _visit_reader(
@@ -202,20 +232,21 @@ def _visit_reader(
     outputs = [_dim_of(dims, factor) for dims in signature.outputs]
     lost = [d is None and dims is not None for d, dims in zip(outputs, signature.outputs)]
     if any(lost):
-        groups.ban(group, forms=(RoutedForm.EXPERTS,))
+        groups.ban(group, forms=_FORMS[1:])
         if signature.reductions.get(factor) is None:
             groups.ban(group)
             return
     splits = {}
     for form in _FORMS:
+        budget = 0 if form is RoutedForm.TOKENS else groups.capacity_percent
         results: list[Placement] = []
         for dim, dims in zip(outputs, signature.outputs, strict=True):
             if dim is not None:
-                results.append(Routed(dim, form))
+                results.append(Routed(dim, form, budget))
             else:
                 results.append(R if dims is None else Partial(signature.reductions.get(factor, "")))
         splits[form] = AxisStrategy(
-            tuple(R if v is None else Routed(v.dim, form) for v in rows),
+            tuple(R if v is None else Routed(v.dim, form, budget) for v in rows),
             tuple(results),
             factor if form is RoutedForm.TOKENS else "",
         )

@@ -187,6 +187,7 @@ def axis_strategies(
     result.extend(
         strategy
         for strategy in signature.extra
+        if _blocks_are_even(signature, strategy, axis_size, divide or {})
         if not strategy.factor
         or _may_split(
             signature.sizes[strategy.factor],
@@ -196,6 +197,22 @@ def axis_strategies(
         )
     )
     return tuple(dict.fromkeys(result))
+
+
+def _blocks_are_even(
+    signature: OpSignature, strategy: AxisStrategy, parts: int, divide: dict[str, int]
+) -> bool:
+    """Whether tokens and experts divide, for a split that makes rows a rank's own."""
+    tensors = (*zip(signature.inputs, strategy.inputs, strict=True),
+               *zip(signature.outputs, strategy.outputs, strict=True))  # fmt: skip
+    if not any(isinstance(p, Routed) for _, p in tensors):
+        return True
+    for dims, placement in tensors:
+        if isinstance(placement, Shard) and dims is not None:
+            factors = dims[placement.dim]
+            if not factors or signature.sizes[factors[0]] % (divide.get(factors[0], 1) * parts):
+                return False
+    return True
 
 
 def _may_split(size: int, already: int, parts: int, *, padded: bool) -> bool:

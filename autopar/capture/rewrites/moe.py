@@ -154,7 +154,10 @@ class _Writer:
     def _moved(self, node: Node, value: Ref, index: Index, *, to_rows: bool) -> Ref:
         order, _, splits = self.results[index.sort]
         op = "autopar.moe_dispatch" if to_rows else "autopar.moe_combine"
-        args = (self._new(value.name), order, splits, index.k)
+        args: tuple[Arg, ...] = (self._new(value.name), order, splits, index.k)
+        if not to_rows:
+            assert isinstance(node.meta, TensorMeta)
+            args = (*args, node.meta.shape)
         return self._emit(node, op, args, node.meta)
 
     def _gather(self, node: Node, x: Ref, at: Ref | None, *, wide: bool = False) -> Ref | None:

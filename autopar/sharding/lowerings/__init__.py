@@ -18,6 +18,8 @@ LOWERINGS: Mapping[str, Lowering] = {
     "grouped_product": moe.grouped_product,
     "log_softmax": softmax.log_softmax,
     "log_softmax_backward": softmax.log_softmax_backward,
+    "moe_combine": moe.moe_combine,
+    "moe_dispatch": moe.moe_dispatch,
     "moe_route": moe.moe_route,
     "nll_loss_backward": vocabulary.nll_loss_backward,
     "nll_loss_sum": vocabulary.nll_loss_sum,

@@ -43,7 +43,7 @@ def _dispatch(call: OpCall) -> OpSignature:
 
 
 def _combine(call: OpCall) -> OpSignature:
-    """``moe_combine(rows, order, splits, k)``."""
+    """``moe_combine(rows, order, splits, k, shape)``."""
     naming, slots, experts = _call(call)
     rest = naming.dims(call.shape(0)[1:], prefix="h")
     tokens: Dims = (slots[:1] if "t" in naming.sizes else (), *rest)
@@ -52,6 +52,7 @@ def _combine(call: OpCall) -> OpSignature:
         [tokens],
         linear=call.linear_positions((0,)),
         padded=naming.sizes.keys() - naming.whole,
+        shape_arg=4,
     )
 
 
