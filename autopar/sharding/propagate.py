@@ -17,7 +17,7 @@ batch: it is listed in ``prologue``. Any other reduction over the batch makes mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
@@ -31,10 +31,10 @@ from autopar.sharding.placement import (
     R,
     Replicate,
     Routed,
-    RoutedForm,
     Shard,
     Varying,
 )
+from autopar.sharding.routing import ROUTE, exchanges_rows, expert_weights, splits_experts
 from autopar.sharding.rules import MICROBATCH_STATISTICS
 from autopar.sharding.signature import (
     AxisStrategy,
@@ -140,6 +140,7 @@ class _State:
     place: dict[str, Placement] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     prologue: set[str] = field(default_factory=set)
+    exchanged: frozenset[str] = frozenset()
     moved_bytes: float = 0.0
     unsplit_bytes: float = 0.0
 
@@ -257,12 +258,25 @@ class DataAxes:
 
     # -- propagation -----------------------------------------------------------------------------
     def split(
-        self, *, num_microbatches: int, dp: int, microbatch_statistics: bool = False
+        self,
+        *,
+        num_microbatches: int,
+        dp: int,
+        microbatch_statistics: bool = False,
+        experts: Collection[str] = (),
     ) -> DataSplits:
         """Splits over ``mb`` and ``dp``.
 
+        Args:
+            num_microbatches: Parts along ``mb``.
+            dp: Parts along ``dp``.
+            microbatch_statistics: Allow batch statistics per micro-batch.
+            experts: Parameter inputs whose experts are split over ``dp``, with all weights of the
+                same experts; rows are then sent to the ranks of their experts.
+
         Raises:
-            ShardingError: The batch can't be cut, or samples of different micro-batches mix.
+            ShardingError: The batch can't be cut, samples of different micro-batches mix, or a
+                parameter of ``experts`` has no experts that can be split so.
         """
         none = AxisChoices({})
         if num_microbatches * dp == 1:
@@ -282,7 +296,37 @@ class DataAxes:
             signature = self._signatures.get(name)
             if isinstance(strategy, AxisStrategy) and signature is not None:
                 divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
-        return DataSplits(mb, self._propagate("dp", dp, placements, divide))
+        exchanged, split = self._exchanged(experts, dp)
+        placements.update(split)
+        return DataSplits(mb, self._propagate("dp", dp, placements, divide, exchanged=exchanged))
+
+    def _exchanged(
+        self, experts: Collection[str], dp: int
+    ) -> tuple[frozenset[str], dict[str, Placement]]:
+        """Groups whose rows are exchanged, and the placement of their weights."""
+        if not experts:
+            return frozenset(), {}
+        known = expert_weights(self._graph, self._signatures)
+        inputs = self._graph.input_map()
+        for name in experts:
+            weight, meta = known.get(name), inputs[name].meta
+            target = inputs[name].target
+            if weight is None or not weight.is_free:
+                raise ShardingError(
+                    f"parameter {target!r} can't be split over dp: it has no experts, or their "
+                    "rows are read by an operator that can't work on some of them; split it over tp"
+                )
+            if meta is None or meta.shape[weight.dim] % dp:
+                size = meta.shape[weight.dim] if meta else 0
+                raise ShardingError(
+                    f"parameter {target!r} can't be split over dp={dp}: it has {size} experts, "
+                    f"which {dp} does not divide; use a dp that does"
+                )
+        groups = frozenset(known[name].group for name in experts)
+        placed: dict[str, Placement] = {
+            name: Shard(w.dim) for name, w in known.items() if w.group in groups
+        }
+        return groups, placed
 
     def _propagate(
         self,
@@ -292,6 +336,7 @@ class DataAxes:
         divide: Mapping[str, Mapping[str, int]],
         *,
         statistics: bool = False,
+        exchanged: frozenset[str] = frozenset(),
     ) -> AxisChoices:
         """Follow the inputs' placements through the graph.
 
@@ -301,8 +346,9 @@ class DataAxes:
             placements: Placement of the inputs that are not replicated.
             divide: Operator -> factor -> parts that other axes already cut it into.
             statistics: Allow batch statistics per micro-batch.
+            exchanged: Sorts by expert whose rows are sent to the ranks of their experts.
         """
-        state = _State(axis, size)
+        state = _State(axis, size, exchanged=exchanged)
         state.place = {i.name: placements.get(i.name, R) for i in self._graph.inputs}
         state.choices.update(placements)
         for node in self._graph.nodes:
@@ -331,10 +377,13 @@ class DataAxes:
                 kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
             else:
                 kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
-            # data axes split tokens; experts are split over tp
-            kept = [s for s in kept if not _splits_experts(s)]
+            kept = [s for s in kept if not splits_experts(s) or exchanges_rows(s)]
             self._strategies[key] = tuple(kept)
-        return self._strategies[key]
+        options = self._strategies[key]
+        if node.op == ROUTE:  # experts are split over a data axis where that is asked for
+            asked = node.name in state.exchanged
+            options = tuple(s for s in options if exchanges_rows(s) == asked)
+        return options
 
     def _choose(self, node: Node, options: Sequence[AxisStrategy], state: _State) -> None:
         refs = self._refs[node.name]
@@ -412,13 +461,6 @@ def _is_free(have: Placement, want: Placement) -> bool:
     return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying | Routed))
 
 
-def _splits_experts(strategy: AxisStrategy) -> bool:
-    return any(
-        isinstance(p, Routed) and p.form is not RoutedForm.TOKENS
-        for p in (*strategy.inputs, *strategy.outputs)
-    )
-
-
 def _mixing_text(node: Node, state: _State) -> str:
     where = f" ({node.source})" if node.source else ""
     have = ", ".join(f"%{r}: {state.place[r]}" for r in node.refs())
@@ -449,10 +491,14 @@ def split_data_axes(
     num_microbatches: int,
     dp: int,
     microbatch_statistics: bool = False,
+    experts: Collection[str] = (),
 ) -> DataSplits:
     """:meth:`DataAxes.split` for one pair of sizes."""
     return DataAxes(graph, signatures).split(
-        num_microbatches=num_microbatches, dp=dp, microbatch_statistics=microbatch_statistics
+        num_microbatches=num_microbatches,
+        dp=dp,
+        microbatch_statistics=microbatch_statistics,
+        experts=experts,
     )
 
 

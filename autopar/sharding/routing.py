@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, InputKind, Node
 from autopar.sharding.placement import (
     P,
     Partial,
@@ -283,3 +283,122 @@ def _factor_of_rows(signature: OpSignature, rows: list[_Rows | None]) -> str | N
 
 def _dim_of(dims: Dims | None, factor: str) -> int | None:
     return next((i for i, factors in enumerate(dims or ()) if factor in factors), None)
+
+
+# -- what plans and constraints ask ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """A parameter that has an entry per expert.
+
+    Attributes:
+        group: Name of the ``moe_route`` whose experts it belongs to.
+        dim: Its dim of experts.
+        is_free: Whether its experts may be split with exchanged rows.
+    """
+
+    group: str
+    dim: int
+    is_free: bool
+
+
+def expert_weights(graph: Graph, signatures: Signatures) -> dict[str, ExpertWeight]:
+    """Parameters that hold the matrices or entries of experts, by input name.
+
+    Args:
+        graph: The joint graph.
+        signatures: Of :func:`with_routed_splits`.
+    """
+    route_of: dict[str, str] = {}
+    dims: dict[str, list[tuple[str, int] | None]] = {
+        i.name: [(i.name, d) for d in range(len(i.meta.shape) if i.meta else 0)]
+        for i in graph.of_kind(InputKind.PARAM)
+    }
+    found: dict[str, ExpertWeight] = {}
+    for node in graph.nodes:
+        refs = node.refs()
+        if node.op == ROUTE:
+            route_of[node.name] = node.name
+        elif node.op == "getitem" and refs[0] in route_of:
+            route_of[node.name] = route_of[refs[0]]
+        elif node.op in _WEIGHTS and refs[_WEIGHTS[node.op][1]] in route_of:
+            weight, counts = (refs[i] for i in _WEIGHTS[node.op])
+            signature = signatures.get(node.name)
+            offered = signature.extra if signature is not None else ()
+            is_free = any(_has_form(s, RoutedForm.EXCHANGED) for s in offered)
+            source = (dims.get(weight) or [None])[0]
+            if source is not None:
+                found[source[0]] = ExpertWeight(route_of[counts], source[1], is_free)
+        elif len(refs) == 1 and refs[0] in dims:
+            dims[node.name] = _followed(node, dims[refs[0]], signatures.get(node.name))
+    return found
+
+
+_WEIGHTS: Mapping[str, tuple[int, int]] = {GROUPED_MM: (1, 2), SPREAD: (0, 1)}
+"""Operands that have the experts' entries, and their counts."""
+
+
+def _followed(
+    node: Node, sources: list[tuple[str, int] | None], signature: OpSignature | None
+) -> list[tuple[str, int] | None]:
+    """Which dim of a parameter each dim of an operator's result is."""
+    if signature is None or isinstance(node.meta, tuple) or signature.inputs[0] is None:
+        return []
+    origin = {
+        factors: source
+        for factors, source in zip(signature.inputs[0], sources, strict=True)
+        if factors
+    }
+    return [origin.get(factors) for factors in signature.outputs[0] or ()]
+
+
+def _has_form(strategy: AxisStrategy, form: RoutedForm) -> bool:
+    return any(
+        isinstance(p, Routed) and p.form is form for p in (*strategy.inputs, *strategy.outputs)
+    )
+
+
+def exchanges_rows(strategy: AxisStrategy) -> bool:
+    """Whether rows are sent to the ranks of their experts."""
+    return _has_form(strategy, RoutedForm.EXCHANGED)
+
+
+def splits_experts(strategy: AxisStrategy) -> bool:
+    """Whether the rows of a rank are those of its own experts."""
+    return exchanges_rows(strategy) or _has_form(strategy, RoutedForm.EXPERTS)
+
+
+def capacity_percent_of(choices: Mapping[str, Mapping[str, object]]) -> int:
+    """Row budget that choices were made with, in percent; 0 for room for all rows."""
+    for table in choices.values():
+        for choice in table.values():
+            if isinstance(choice, AxisStrategy):
+                for placement in (*choice.inputs, *choice.outputs):
+                    if isinstance(placement, Routed) and placement.capacity_percent:
+                        return placement.capacity_percent
+    return 0
+
+
+def are_rows_consistent(graph: Graph, choices: Mapping[str, object]) -> bool:
+    """Whether every operator reads rows in the form in which they are made, over one axis.
+
+    Args:
+        graph: The graph.
+        choices: Operator -> strategy over the axis; what is left out is replicated.
+    """
+    made: dict[str, Placement] = {}
+    for node in graph.nodes:
+        choice = choices.get(node.name)
+        strategy = choice if isinstance(choice, AxisStrategy) else None
+        if node.op == "getitem":
+            made[node.name] = made.get(f"{node.refs()[0]}#{node.args[1]}", R)
+            continue
+        for index, ref in enumerate(node.refs()):
+            have, want = made.get(ref, R), R if strategy is None else strategy.inputs[index]
+            if have != want and (isinstance(have, Routed) or isinstance(want, Routed)):
+                return False
+        for index in range(len(node.metas())):
+            key = f"{node.name}#{index}" if isinstance(node.meta, tuple) else node.name
+            made[key] = R if strategy is None else strategy.outputs[index]
+    return True
