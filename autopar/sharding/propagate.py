@@ -17,7 +17,7 @@ batch: it is listed in ``prologue``. Any other reduction over the batch makes mi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
@@ -263,7 +263,7 @@ class DataAxes:
         num_microbatches: int,
         dp: int,
         microbatch_statistics: bool = False,
-        experts: Collection[str] = (),
+        experts: Mapping[str, int] | None = None,
     ) -> DataSplits:
         """Splits over ``mb`` and ``dp``.
 
@@ -271,14 +271,17 @@ class DataAxes:
             num_microbatches: Parts along ``mb``.
             dp: Parts along ``dp``.
             microbatch_statistics: Allow batch statistics per micro-batch.
-            experts: Parameter inputs whose experts are split over ``dp``, with all weights of the
-                same experts; rows are then sent to the ranks of their experts.
+            experts: Parameter input -> its dim of experts, to split them over ``dp`` with all
+                weights of the same experts; rows are then sent to the ranks of their experts.
 
         Raises:
             ShardingError: The batch can't be cut, samples of different micro-batches mix, or a
                 parameter of ``experts`` has no experts that can be split so.
         """
         none = AxisChoices({})
+        if experts and dp == 1:
+            target = self._graph.input_map()[min(experts)].target
+            raise ShardingError(f"parameter {target!r} can't be split over dp=1; use 2 or more")
         if num_microbatches * dp == 1:
             return DataSplits(none, none)
         dims = self.batch_dims(num_microbatches * dp)
@@ -296,25 +299,30 @@ class DataAxes:
             signature = self._signatures.get(name)
             if isinstance(strategy, AxisStrategy) and signature is not None:
                 divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
-        exchanged, split = self._exchanged(experts, dp)
+        exchanged, split = self._exchanged(experts or {}, dp)
         placements.update(split)
         return DataSplits(mb, self._propagate("dp", dp, placements, divide, exchanged=exchanged))
 
     def _exchanged(
-        self, experts: Collection[str], dp: int
+        self, experts: Mapping[str, int], dp: int
     ) -> tuple[frozenset[str], dict[str, Placement]]:
         """Groups whose rows are exchanged, and the placement of their weights."""
         if not experts:
             return frozenset(), {}
         known = expert_weights(self._graph, self._signatures)
         inputs = self._graph.input_map()
-        for name in experts:
+        for name, dim in experts.items():
             weight, meta = known.get(name), inputs[name].meta
             target = inputs[name].target
             if weight is None or not weight.is_free:
                 raise ShardingError(
                     f"parameter {target!r} can't be split over dp: it has no experts, or their "
                     "rows are read by an operator that can't work on some of them; split it over tp"
+                )
+            if dim != weight.dim:
+                raise ShardingError(
+                    f"parameter {target!r} can't be split in dim {dim} over dp: its experts are in "
+                    f"dim {weight.dim}; use 'S({weight.dim})@dp'"
                 )
             if meta is None or meta.shape[weight.dim] % dp:
                 size = meta.shape[weight.dim] if meta else 0
@@ -491,7 +499,7 @@ def split_data_axes(
     num_microbatches: int,
     dp: int,
     microbatch_statistics: bool = False,
-    experts: Collection[str] = (),
+    experts: Mapping[str, int] | None = None,
 ) -> DataSplits:
     """:meth:`DataAxes.split` for one pair of sizes."""
     return DataAxes(graph, signatures).split(

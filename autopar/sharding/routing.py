@@ -359,6 +359,11 @@ def _has_form(strategy: AxisStrategy, form: RoutedForm) -> bool:
     )
 
 
+def routes_rows(strategy: AxisStrategy) -> bool:
+    """Whether an operand or result has rows whose order is a rank's own."""
+    return any(_has_form(strategy, form) for form in _FORMS)
+
+
 def exchanges_rows(strategy: AxisStrategy) -> bool:
     """Whether rows are sent to the ranks of their experts."""
     return _has_form(strategy, RoutedForm.EXCHANGED)

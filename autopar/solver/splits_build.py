@@ -196,7 +196,8 @@ class _Builder:
         state = parameter_state_bytes(
             prices.local(meta, layout),
             optimizer=request.optimizer,
-            zero_level=request.zero_level,
+            # a parameter that dp splits at work is not split further at rest
+            zero_level=request.zero_level if isinstance(compute[1], Replicate) else 0,
             dp=request.dp,
             requires_grad=entry.requires_grad,
         )
