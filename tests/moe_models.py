@@ -102,9 +102,7 @@ class SortedByArgsort(TopKExperts):
     """``histc`` of unsorted ids, ``gather`` and ``scatter_add`` with expanded indices."""
 
     def mix(self, t: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        counts = torch.histc(
-            ids.view(-1).float(), bins=self.experts, min=0, max=self.experts - 1
-        )
+        counts = torch.histc(ids.view(-1).float(), bins=self.experts, min=0, max=self.experts - 1)
         order = torch.argsort(ids.view(-1), stable=True)
         at = (order // self.k).reshape(-1, 1).expand(-1, HIDDEN)
         ends = counts.cumsum(0, dtype=torch.int32)

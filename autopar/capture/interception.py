@@ -1,9 +1,10 @@
 """What capture does to torch calls of the model while it is traced.
 
 :class:`Interception` is a function mode: it puts the neutral attention operator in the place of
-``scaled_dot_product_attention``, which otherwise becomes another operator on every device, the
-neutral grouped product in the place of torch's, which can't be traced in every dtype, and notes the user's source line for the nodes that a call makes. :func:`module_scopes` notes the path
-of the module that is being called.
+``scaled_dot_product_attention``, which otherwise becomes another operator on every device, and the
+neutral grouped product in the place of torch's, which can't be traced in every dtype. It notes the
+user's source line for the nodes that a call makes. :func:`module_scopes` notes the path of the
+module that is being called.
 """
 
 from __future__ import annotations

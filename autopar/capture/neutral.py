@@ -30,10 +30,10 @@ grouped_mm_ends          (rows, weight, ends) -> rows
 grouped_mm_ends_backward (dy, rows, weight, ends) -> (drows, dweight)
 =======================  ==========================================================================
 
-``attention`` and ``grouped_mm_ends`` are put into a model by
-:mod:`autopar.capture.interception`, so they alone need autograd; the others replace torch's operators in the captured graph. The functions below may be
-called directly, which is faster than through the dispatcher and leaves results as they are laid
-out; the operators give dense ones.
+``attention`` and ``grouped_mm_ends`` are put into a model by :mod:`autopar.capture.interception`,
+so they alone need autograd; the others replace torch's operators in the captured graph. The
+functions below may be called directly, which is faster than through the dispatcher and leaves
+results as they are laid out; the operators give dense ones.
 """
 
 from __future__ import annotations

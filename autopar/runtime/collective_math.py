@@ -54,7 +54,9 @@ def _exchanged(requests: Sequence[Collective]) -> list[torch.Tensor]:
     """Every rank's rows from every rank, in rank order."""
     ranks = len(requests)
     counts = [r.row_counts(ranks) for r in requests]
-    pieces = [r.tensor[: sum(go)].split(go) for r, (go, _) in zip(requests, counts, strict=True)]
+    pieces = [
+        torch.split(r.tensor[: sum(go)], go) for r, (go, _) in zip(requests, counts, strict=True)
+    ]
     results = []
     for at, (request, (_, come)) in enumerate(zip(requests, counts, strict=True)):
         sent = [row[at] for row in pieces]

@@ -230,7 +230,9 @@ def _visit_reader(
         return
     group = involved.pop()
     outputs = [_dim_of(dims, factor) for dims in signature.outputs]
-    lost = [d is None and dims is not None for d, dims in zip(outputs, signature.outputs)]
+    lost = [
+        d is None and dims is not None for d, dims in zip(outputs, signature.outputs, strict=True)
+    ]
     if any(lost):
         groups.ban(group, forms=_FORMS[1:])
         if signature.reductions.get(factor) is None:
@@ -285,7 +287,7 @@ def _dim_of(dims: Dims | None, factor: str) -> int | None:
     return next((i for i, factors in enumerate(dims or ()) if factor in factors), None)
 
 
-# -- what plans and constraints ask ------------------------------------------------------------------
+# -- what plans and constraints ask ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

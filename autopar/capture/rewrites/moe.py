@@ -1,4 +1,4 @@
-"""Finds sorting by expert in a captured program and writes it with the operators of ``capture.moe``.
+"""Writes sorting by expert in a captured program with the operators of ``capture.moe``.
 
 Models sort slots by expert with general operators: a sort, indexing by what it gives, counts of
 equal ids, a product per run. Seen one by one these have no split along the tokens, since each may
@@ -175,7 +175,7 @@ class _Writer:
             return None
         return self._moved(node, x, index, to_rows=not index.is_inverse)
 
-    def _scatter(  # noqa: PLR0913  the operands of a scatter
+    def _scatter(
         self,
         node: Node,
         base: Ref,
@@ -237,10 +237,10 @@ class _Writer:
         if (len(left.shape), len(right.shape)) == (2, 3):
             return self._emit(node, "autopar.grouped_mm", args, node.meta)
         turned = self.old.get(refs[0])
-        if (len(left.shape), len(right.shape)) == (2, 2) and turned is not None:
-            if turned.op == "aten.permute.default":
-                args = (self._new(turned.refs()[0]), *args[1:])
-                return self._emit(node, "autopar.grouped_mm_weight", args, node.meta)
+        is_turned = turned is not None and turned.op == "aten.permute.default"
+        if turned is not None and is_turned and (len(left.shape), len(right.shape)) == (2, 2):
+            args = (self._new(turned.refs()[0]), *args[1:])
+            return self._emit(node, "autopar.grouped_mm_weight", args, node.meta)
         return None
 
     def _counts(self, ends: str) -> Ref | None:

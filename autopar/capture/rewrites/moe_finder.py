@@ -184,10 +184,9 @@ class Finder:
 
     def _view(self, node: Node) -> None:
         base = self.found.indices.get(node.refs()[0])
-        shape = self._shape(node.name)
-        if base is not None and shape[:1] == self._shape(node.refs()[0]) and set(shape[1:]) <= {1}:
-            if len(shape) > 1:
-                self._columns[node.name] = base
+        before, shape = self._shape(node.refs()[0]), self._shape(node.name)
+        if base is not None and len(shape) > 1 and shape == (*before, *(1 for _ in shape[1:])):
+            self._columns[node.name] = base
 
     # -- counts --------------------------------------------------------------------------------
     def _ends(self, node: Node, counts: dict[str, tuple[str, int]]) -> None:

@@ -16,7 +16,7 @@ number is shared, so that all ranks raise the same error before anything is comp
 from __future__ import annotations
 
 from autopar.errors import ShardingError
-from autopar.ir.graph import Dtype, Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.sharding.lowerings.context import LowerContext, all_reduce, block_start, local_args
 from autopar.sharding.placement import Routed, RoutedForm
 
@@ -90,7 +90,7 @@ def moe_dispatch(
 def moe_combine(
     ctx: LowerContext, node: Node, operands: list[Ref], axes: tuple[str, ...]
 ) -> tuple[Ref | None, ...]:
-    """``moe_combine(rows, order, splits, k, shape)``: rows sent back to the ranks of their tokens."""
+    """``moe_combine(rows, order, splits, k, shape)``: rows sent back to their tokens' ranks."""
     rows, order, splits = operands
     k, meta, axis = node.args[3], ctx.result_metas()[0], _exchanged_axis(ctx.operand_rows(0), node)
     assert isinstance(k, int)

@@ -1,8 +1,8 @@
 """Mixture of experts: the dims of tokens, slots and rows.
 
-Slots are merged dims, tokens outermost. Sorting mixes tokens, so that these rules alone offer splits
-of the other dims only; splits of tokens and of experts, under which rows are a rank's own, are added
-where all readers of the rows allow it (:mod:`autopar.sharding.routing`).
+Slots are merged dims, tokens outermost. Sorting mixes tokens, so that these rules alone offer
+splits of the other dims only; splits of tokens and of experts, under which rows are a rank's own,
+are added where all readers of the rows allow it (:mod:`autopar.sharding.routing`).
 """
 
 from __future__ import annotations
