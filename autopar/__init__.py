@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PassError,
         PlanError,
         RankError,
+        RowBudgetError,
         ShardingError,
     )
     from autopar.plan.io import load_plan, plan_hash, save_plan
@@ -48,6 +49,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "RowBudgetError",
     "ShardingError",
     "__version__",
     "compile",

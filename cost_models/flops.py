@@ -269,10 +269,11 @@ def _grouped_mm(bound: Bound, operands: Sequence[Meta], results: Meta) -> Work |
     depth, width = rows.shape[1], right.shape[-1]
     experts = (right if len(right.shape) == 3 else made[0]).shape[0]
     used = rows.shape[0] * share
+    moved = (*tensors(operands[:2]), *made)
     return Work(
         op_class=OpClass.MATMUL,
         flops=2.0 * used * depth * width,
-        moved_bytes=_bytes(operands, results),
+        moved_bytes=sum(t.bytes * (share if len(t.shape) == 2 else 1.0) for t in moved),
         dtype=rows.dtype,
         dims=(experts, max(1, round(used / max(1, experts))), width, depth),
         # one fused kernel, or one product per expert

@@ -150,8 +150,8 @@ def test_rows_are_consistent_only_in_the_form_in_which_they_are_made() -> None:
     for node in graph.nodes:
         signature = signatures.get(node.name)
         if signature is not None:
-            fitting = [s for s in axis_strategies(signature, 2) if "E(0)" in str(s)]
-            choices.update({node.name: s for s in fitting})
+            fitting = [s for s in axis_strategies(signature, 2) if "E(0)" in str(s)][:1]
+            choices.update(dict.fromkeys([node.name] if fitting else [], *fitting))
     assert are_rows_consistent(graph, choices)
     assert all(routes_rows(s) and splits_experts(s) and not exchanges_rows(s)
                for s in choices.values())  # fmt: skip
