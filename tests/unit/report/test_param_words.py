@@ -122,9 +122,7 @@ def test_matrices_of_experts_are_split_by_experts_over_tp_or_dp():
     assert words(over_tp, *EXPERTS) == {"model.w": "split by experts over tp"}
     inner = {"gm": "R S(2) R -> S(1) | n", "w": "S(1)"}
     assert words(inner, *EXPERTS) == {"model.w": "column-parallel over tp"}
-    assert words({}, *EXPERTS, expert_params={"model.w"}) == {
-        "model.w": "split by experts over dp"
-    }
+    assert words({}, *EXPERTS, expert_params={"model.w"}) == {"model.w": "split by experts over dp"}
     assert words(inner, *EXPERTS, expert_params={"model.w"}) == {
         "model.w": "split by experts over dp, column-parallel over tp"
     }
