@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         PassError,
         PlanError,
         RankError,
+        RowBudgetError,
         ShardingError,
     )
     from autopar.plan.io import load_plan, plan_hash, save_plan
@@ -56,6 +57,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "RowBudgetError",
     "ShardingError",
     "TrainerMixin",
     "__version__",

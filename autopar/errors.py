@@ -12,6 +12,7 @@
     ├── InfeasibleError(RuntimeError)  no plan satisfies the limits (carries Shortfall records)
     ├── PassError(RuntimeError)        a rewrite left an invalid program (our bug)
     ├── EquivalenceError(AssertionError) a plan's numbers differ from one device
+    ├── RowBudgetError(RuntimeError)   more rows were routed to a rank than it has room for
     ├── DeadlockError(RuntimeError)    simulated ranks can't proceed, or their collectives differ
     └── RankError(RuntimeError)        a rank failed; carries the first rank's error
 """
@@ -55,6 +56,10 @@ class PassError(AutoparError, RuntimeError):
 
 class EquivalenceError(AutoparError, AssertionError):
     """The plan's numbers differ from those of one device."""
+
+
+class RowBudgetError(AutoparError, RuntimeError):
+    """More rows were routed to the experts of a rank than it has room for."""
 
 
 class DeadlockError(AutoparError, RuntimeError):

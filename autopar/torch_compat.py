@@ -283,6 +283,13 @@ def _output_role(descriptor: Any) -> TracedOutput:
     raise NotImplementedError(f"graph output of kind {type(descriptor).__name__}")
 
 
+def grouped_mm_builtin() -> Any:
+    """The function that ``torch.nn.functional.grouped_mm`` calls; None where there is none."""
+    import torch
+
+    return getattr(torch, "_grouped_mm", None)
+
+
 def wrapper_tensor(
     kind: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:

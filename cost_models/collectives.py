@@ -57,8 +57,11 @@ def collective_kind(text: str) -> CollectiveKind:
     Raises:
         ConfigError: There is none.
     """
+    name = text.removeprefix("comm.")
+    if name == "all_to_all_rows":  # priced by its row budget
+        return CollectiveKind.ALL_TO_ALL
     try:
-        return CollectiveKind(text.removeprefix("comm."))
+        return CollectiveKind(name)
     except ValueError:
         raise ConfigError(
             f"{text!r} is no collective; known are {', '.join(CollectiveKind)}"

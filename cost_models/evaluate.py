@@ -22,6 +22,7 @@ AXIS_ARGUMENT: Mapping[str, int] = {
     "comm.all_gather": 2,
     "comm.reduce_scatter": 3,
     "comm.all_to_all": 3,
+    "comm.all_to_all_rows": 2,
     "comm.broadcast": 2,
 }
 

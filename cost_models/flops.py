@@ -98,6 +98,8 @@ LOOKUP_OPS = frozenset(
         "aten.index.Tensor",
         "aten.take_along_dim.default",
         "autopar.nll_loss_sum",
+        "autopar.moe_dispatch",
+        "autopar.moe_spread",
         "local.shard",
     }
 )
@@ -120,7 +122,7 @@ ELEMENT_FLOPS: Mapping[str, float] = MappingProxyType(
 # CPUs: 6 times the traffic of one pass, measured. Sorting is a radix sort of four passes.
 PASSES: Mapping[str, int] = MappingProxyType(
     {
-        "dropout": 6, "uniform": 6, "normal": 12, "sort": 4, "topk": 4, "cumsum": 2,
+        "dropout": 6, "uniform": 6, "normal": 12, "sort": 4, "topk": 4, "cumsum": 2, "moe_route": 4,
         "_softmax": 2, "_log_softmax": 2,
     }
 )  # fmt: skip
@@ -257,6 +259,28 @@ def _addmm(bound: Bound, operands: Sequence[Meta], results: Meta) -> Work | None
     return _matmul(_tensor(bound, 1), _tensor(bound, 2), operands, results)
 
 
+def _grouped_mm(bound: Bound, operands: Sequence[Meta], results: Meta) -> Work | None:
+    """Each row meets the matrix of its own expert; rows that are ignored meet none."""
+    rows, right = _tensor(bound, 0), _tensor(bound, 1)
+    share = bound[3] if len(bound) > 3 else 1.0
+    made = tensors(results)
+    if rows is None or right is None or not made or not isinstance(share, float):
+        return None
+    depth, width = rows.shape[1], right.shape[-1]
+    experts = (right if len(right.shape) == 3 else made[0]).shape[0]
+    used = rows.shape[0] * share
+    moved = (*tensors(operands[:2]), *made)
+    return Work(
+        op_class=OpClass.MATMUL,
+        flops=2.0 * used * depth * width,
+        moved_bytes=sum(t.bytes * (share if len(t.shape) == 2 else 1.0) for t in moved),
+        dtype=rows.dtype,
+        dims=(experts, max(1, round(used / max(1, experts))), width, depth),
+        # one fused kernel, or one product per expert
+        num_kernels=1 if rows.dtype == "bfloat16" else max(1, experts),
+    )
+
+
 def _convolution(bound: Bound, operands: Sequence[Meta], results: Meta) -> Work | None:
     x, weight, made = _tensor(bound, 0), _tensor(bound, 1), tensors(results)
     if x is None or weight is None or not made:
@@ -355,6 +379,8 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.bmm.default": _mm,
         "aten.matmul.default": _mm,
         "aten.addmm.default": _addmm,
+        "autopar.grouped_mm": _grouped_mm,
+        "autopar.grouped_mm_weight": _grouped_mm,
         "aten.baddbmm.default": _addmm,
         "aten.convolution.default": _convolution,
         "aten.convolution_backward.default": _convolution_backward,

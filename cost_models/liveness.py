@@ -151,12 +151,22 @@ def saved_bytes(
     return sum(-(-memory.bytes[k] // granularity_bytes) * granularity_bytes for k in keys)
 
 
+# They hold their result a second time: rows picked and then masked, or a product before its place.
+_ROW_COPIES = frozenset(
+    {
+        "autopar.moe_spread", "autopar.moe_run_sums", "autopar.grouped_mm", "local.group_runs",
+        "autopar.grouped_mm_weight",
+    }
+)  # fmt: skip
+
+
 def workspace_bytes(node: Node, metas: Mapping[str, Meta]) -> int:
     """Temporary bytes inside one operator, of the implementations that autopar runs.
 
     Collectives along a dim other than the first move it to the front and back, one copy each.
     Random bits are hashed in three 64-bit temporaries. Attention without a fused kernel holds its
     score matrix; the fused backward of grouped heads repeats K and V and gets their gradients.
+    Combining the rows of a token's slots holds all slots twice before they are added.
     """
     results = tensors(node.meta)
     made = sum(t.bytes for t in results)
@@ -165,8 +175,15 @@ def workspace_bytes(node: Node, metas: Mapping[str, Meta]) -> int:
         return made if node.args[1] != 0 else 0
     if node.op == "comm.reduce_scatter":
         return sum(t.bytes for t in tensors(operands)) if node.args[2] != 0 else 0
+    if node.op == "comm.all_to_all_rows":
+        return made
     if node.op == "comm.all_to_all":
         return 2 * made
+    if node.op in _ROW_COPIES:
+        return made
+    if node.op == "autopar.moe_combine":
+        slots = node.args[3]
+        return made if slots == 1 else 2 * made * (slots if isinstance(slots, int) else 1)
     if node.op in ("autopar.dropout", "autopar.uniform"):
         return BITS_BYTES * results[0].numel
     if node.op == "autopar.normal":

@@ -9,7 +9,11 @@ request. Dims may be negative as in torch. With ``n`` ranks along ``axis``:
 * ``reduce_scatter(x, op, dim, axis)``: ``dim`` padded with zeros to ``n * ceil(size / n)``, block
   ``rank`` of the reduction;
 * ``all_to_all(x, gather_dim, scatter_dim, axis, out_size)``: block ``rank`` of ``scatter_dim``
-  (padded as above) of every rank, concatenated along ``gather_dim``, cut to ``out_size``.
+  (padded as above) of every rank, concatenated along ``gather_dim``, cut to ``out_size``;
+* ``all_to_all_rows(x, splits, axis, out_rows, back)``: rows to the rank of their expert, expert
+  ``e`` of ``E`` being rank ``e // (E / n)``'s. ``splits`` (2, E) has how many rows of each expert
+  go, and how many of each sender's rows for own experts come; with ``back`` the other way round.
+  Rows are sent in their order and arrive in the order of the senders; zeros fill up ``out_rows``.
 """
 
 from __future__ import annotations
@@ -49,11 +53,19 @@ def all_to_all(
     _refuse("all_to_all")
 
 
+def all_to_all_rows(
+    x: torch.Tensor, splits: torch.Tensor, axis: str, out_rows: int, back: bool
+) -> torch.Tensor:
+    """Rows to the ranks of their experts, or back."""
+    _refuse("all_to_all_rows")
+
+
 COMM_OPS: Mapping[str, Callable[..., torch.Tensor]] = {
     "comm.all_reduce": all_reduce,
     "comm.all_gather": all_gather,
     "comm.reduce_scatter": reduce_scatter,
     "comm.all_to_all": all_to_all,
+    "comm.all_to_all_rows": all_to_all_rows,
 }
 COMM_NAMES: Mapping[Callable[..., torch.Tensor], str] = {
     function: name.removeprefix("comm.") for name, function in COMM_OPS.items()
@@ -85,6 +97,8 @@ def result_shape(
         case "all_to_all", (int(gather_dim), int(scatter_dim), str(axis), int(out_size)):
             sizes[scatter_dim] = shard_size(sizes[scatter_dim], axis_sizes[axis])
             sizes[gather_dim] = out_size
+        case "all_to_all_rows", (_, str(), int(out_rows), bool()):
+            sizes[0] = out_rows
         case _:
             raise PassError(f"comm.{kind} has no form with the arguments {args}")
     return tuple(sizes)

@@ -14,6 +14,15 @@ shift_ids(ids, start, rows, fill, skip)  ``ids - start`` in [0, rows); ``fill`` 
                                          for ids equal to ``skip`` (None: no such id)
 keep_rows(x, ids, start, rows)           ``x`` (ids..., h) with zeros where ids is not in
                                          [start, start + rows)
+own_runs(order, counts, start, size,     of slots sorted by expert: the first ``room`` of the order
+         room)                           turned so that the runs of experts [start, start + size)
+                                         come first, their counts, and (2, experts) counts with
+                                         zeros for other experts
+own_exchange(order, sent, arrive,        the order with room for ``room`` rows, the counts of own
+             parts, room)                experts, and ``sent`` above ``arrive``: rows of each
+                                         expert that go, rows of each sender's that come
+group_runs(rows, splits, parts,          rows by sender and expert, as they arrive, by expert and
+           by_expert)                    sender; or the other way round. Zeros behind them
 =======================================  ==========================================================
 """
 
@@ -100,6 +109,49 @@ def keep_rows(x: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torc
     return x.masked_fill(foreign.unsqueeze(-1), 0)
 
 
+def own_runs(
+    order: torch.Tensor, counts: torch.Tensor, start: int, size: int, room: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of experts [start, start + size) first, the others behind; see the table above."""
+    own = counts[start : start + size].clone()
+    begin = counts[:start].sum()
+    slots = order.shape[0]
+    turned = order[(torch.arange(room, device=order.device) + begin) % max(1, slots)]
+    masked = torch.zeros_like(counts)
+    masked[start : start + size] = own
+    return turned, own, torch.stack([masked, masked])
+
+
+def own_exchange(
+    order: torch.Tensor, sent: torch.Tensor, arrive: torch.Tensor, parts: int, room: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a rank needs to exchange rows; see the table above."""
+    padded = torch.cat([order, order.new_zeros(room - order.shape[0])])
+    return padded, arrive.view(parts, -1).sum(0), torch.stack([sent, arrive])
+
+
+def group_runs(
+    rows: torch.Tensor, splits: torch.Tensor, parts: int, by_expert: bool
+) -> torch.Tensor:
+    """Runs of rows in another order; see the table above."""
+    lengths = splits[1].view(parts, -1)  # sender, expert
+    begins = (splits[1].cumsum(0) - splits[1]).view(parts, -1)
+    by_expert_length = lengths.t().reshape(-1)
+    by_expert_begin = (by_expert_length.cumsum(0) - by_expert_length).view(-1, parts)
+    if by_expert:
+        to_length, source = by_expert_length, begins.t().reshape(-1)
+    else:
+        to_length, source = splits[1], by_expert_begin.t().reshape(-1)
+    ends = to_length.cumsum(0)
+    position = torch.arange(rows.shape[0], device=rows.device)
+    run = torch.searchsorted(ends, position, right=True)
+    beyond = run >= ends.shape[0]
+    run = run.masked_fill(beyond, 0)
+    picked = (source - ends + to_length)[run] + position
+    found = rows[picked.masked_fill(beyond, 0)]
+    return found.masked_fill(beyond.view(-1, *(1 for _ in rows.shape[1:])), 0)
+
+
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "local.shard": shard,
@@ -109,6 +161,9 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.plus": plus,
         "local.shift_ids": shift_ids,
         "local.keep_rows": keep_rows,
+        "local.own_runs": own_runs,
+        "local.own_exchange": own_exchange,
+        "local.group_runs": group_runs,
     }
 )
 """Implementations by operator name."""

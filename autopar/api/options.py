@@ -29,7 +29,11 @@ class ConstraintOptions(TypedDict, total=False):
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         zero: ZeRO level, 0 to 3.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
-        placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``.
+        placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``, or
+            ``"S(dim)@dp"`` for experts that are split over ``dp``.
+        expert_capacity: Rows that a rank has room for where experts are split, in multiples of its
+            share if all experts are equally popular (1.5, say); more rows than that are an error.
+            Left out: room for all rows, which is always enough.
         stages: First module of stages 1, 2, ...
         sequence_parallel: True forces, False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch: another function of the
@@ -48,6 +52,7 @@ class ConstraintOptions(TypedDict, total=False):
     stages: Sequence[str]
     sequence_parallel: bool | None
     microbatch_statistics: bool
+    expert_capacity: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class UserConstraints:
     stages: Sequence[str] = ()
     sequence_parallel: bool | None = None
     microbatch_statistics: bool = False
+    expert_capacity: float | None = None
 
     def for_solver(self) -> Constraints:
         """The same in the solver's type.
@@ -94,6 +100,7 @@ class UserConstraints:
             boundaries=tuple(self.stages),
             sequence_parallel=self.sequence_parallel,
             microbatch_statistics=self.microbatch_statistics,
+            expert_capacity=self.expert_capacity,
         )
 
 
@@ -124,6 +131,9 @@ def _check_kinds(options: Mapping[str, object]) -> None:
             continue
         if name in _COUNTS:
             fits, wanted = type(value) is int, "a whole number, such as 2"
+        elif name == "expert_capacity":
+            fits = type(value) in (int, float)
+            wanted = "a number, such as 1.5"
         elif name in _SWITCHES:
             fits, wanted = isinstance(value, bool), "True or False"
         elif name == "stages":

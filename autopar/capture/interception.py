@@ -1,9 +1,10 @@
 """What capture does to torch calls of the model while it is traced.
 
 :class:`Interception` is a function mode: it puts the neutral attention operator in the place of
-``scaled_dot_product_attention``, which otherwise becomes another operator on every device, and
-notes the user's source line for the nodes that a call makes. :func:`module_scopes` notes the path
-of the module that is being called.
+``scaled_dot_product_attention``, which otherwise becomes another operator on every device, and the
+neutral grouped product in the place of torch's, which can't be traced in every dtype. It notes the
+user's source line for the nodes that a call makes. :func:`module_scopes` notes the path of the
+module that is being called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture import neutral  # noqa: F401  registers the operators
 from autopar.capture.rewrites.builder import broadcast
 from autopar.errors import CaptureError
-from autopar.torch_compat import annotate_next_nodes
+from autopar.torch_compat import annotate_next_nodes, grouped_mm_builtin
 
 _OWN_PACKAGES = (
     str(Path(torch.__file__).parent),
@@ -47,6 +48,7 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self._is_user: dict[CodeType, bool] = {}
         self._original = functional.scaled_dot_product_attention
+        self._grouped_mm = grouped_mm_builtin()
 
     def __enter__(self) -> Interception:
         """Start to intercept."""
@@ -74,6 +76,10 @@ class Interception(TorchFunctionMode):
             raise CaptureError(f"Tensor.random_ at {source} can't be traced; use torch.randint")
         if func is self._original:
             return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        if func is self._grouped_mm:
+            product = grouped_mm(*args, **(kwargs or {}))  # type: ignore[arg-type]
+            if product is not None:
+                return product
         return func(*args, **(kwargs or {}))
 
     def _source_line(self, frame: FrameType | None) -> str:
@@ -142,6 +148,21 @@ def scaled_dot_product_attention(
     )
     out = out.reshape(*lead, *out.shape[1:])
     return out if shared_heads else out.squeeze(-3)
+
+
+def grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """``torch.nn.functional.grouped_mm`` of rows and one matrix per group; None for other forms."""
+    is_plain = bias is None and out_dtype in (None, mat_a.dtype)
+    if offs is None or not is_plain or (mat_a.dim(), mat_b.dim()) != (2, 3):
+        return None
+    product: torch.Tensor = torch.ops.autopar.grouped_mm_ends(mat_a, mat_b, offs)
+    return product
 
 
 def _shared_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -18,12 +18,22 @@ nll_loss_sum             (logp, target, weight?, ignore_index) -> sum of ``-w lo
 nll_count                (target, weight?, ignore_index) -> sum of weights that count
 nll_loss_backward        (g, target, weight?, ignore_index, classes, dtype) -> dlogp
 constant                 (values, shape, dtype) -> tensor
+moe_route                (ids, experts, k) -> (order, counts, splits)
+moe_dispatch             (x, order, splits, k) -> rows sorted by expert
+moe_combine              (rows, order, splits, k, shape) -> tokens
+check_rows               (splits, needed, room, what) -> splits, or an error
+moe_spread               (table, counts, order) -> rows with their expert's entry
+moe_run_sums             (rows, counts) -> sum of each expert's rows
+grouped_mm               (rows, weight, counts, share) -> rows
+grouped_mm_weight        (rows, dy, counts, share) -> gradient of the weight
+grouped_mm_ends          (rows, weight, ends) -> rows
+grouped_mm_ends_backward (dy, rows, weight, ends) -> (drows, dweight)
 =======================  ==========================================================================
 
-``attention`` is put into a model by :mod:`autopar.capture.interception`, so it alone needs
-autograd; the others replace torch's operators in the captured graph. The functions below may be
-called directly, which is faster than through the dispatcher and leaves results as they are laid
-out; the operators give dense ones.
+``attention`` and ``grouped_mm_ends`` are put into a model by :mod:`autopar.capture.interception`,
+so they alone need autograd; the others replace torch's operators in the captured graph. The
+functions below may be called directly, which is faster than through the dispatcher and leaves
+results as they are laid out; the operators give dense ones.
 """
 
 from __future__ import annotations
@@ -37,6 +47,18 @@ import torch
 from autopar.capture.attention import attention_forward, attention_gradients
 from autopar.capture.attention_kernels import AttentionOptions
 from autopar.capture.counter_rng import keep_mask, normal, random_bits, uniform
+from autopar.capture.moe import (
+    check_rows,
+    grouped_mm,
+    grouped_mm_ends,
+    grouped_mm_ends_backward,
+    grouped_mm_weight,
+    moe_combine,
+    moe_dispatch,
+    moe_route,
+    moe_run_sums,
+    moe_spread,
+)
 
 _ACCUMULATE_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -328,6 +350,15 @@ def _attention_autograd(
     return dq, dk, dv, dmask if need_dmask else None, *(None,) * 8
 
 
+def _keep_operands(ctx: _Context, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_autograd(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    drows, dweight = torch.ops.autopar.grouped_mm_ends_backward(dy, *ctx.saved_tensors)
+    return drows, dweight, None
+
+
 def _register() -> None:
     _define("attention", attention, _attention_fake)
     _define("attention_backward", attention_backward, _attention_backward_fake)
@@ -363,6 +394,54 @@ def _register() -> None:
         "constant", constant,
         lambda values, shape, dtype, device=None: torch.empty(shape, dtype=dtype, device=device),
     )  # fmt: skip
+    _register_moe()
+
+
+def _register_moe() -> None:
+    _define(
+        "moe_route", moe_route,
+        lambda ids, experts, k: (
+            ids.new_empty(ids.shape, dtype=torch.int64),
+            ids.new_empty(experts, dtype=torch.int64),
+            ids.new_empty((2, experts), dtype=torch.int64),
+        ),
+    )  # fmt: skip
+    _define(
+        "moe_dispatch", moe_dispatch,
+        lambda x, order, *_: x.new_empty((order.shape[0], *x.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "moe_combine", moe_combine,
+        lambda rows, order, splits, k, shape: rows.new_empty(shape),
+    )  # fmt: skip
+    _define("check_rows", check_rows, lambda splits, *_: splits.new_empty(splits.shape))
+    _define(
+        "moe_spread", moe_spread,
+        lambda table, counts, order: table.new_empty((order.shape[0], *table.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "moe_run_sums", moe_run_sums,
+        lambda rows, counts: rows.new_empty((counts.shape[0], *rows.shape[1:])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm", grouped_mm,
+        lambda rows, weight, *_: rows.new_empty((rows.shape[0], weight.shape[2])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm_weight", grouped_mm_weight,
+        lambda rows, dy, counts, *_: rows.new_empty((counts.shape[0], rows.shape[1], dy.shape[1])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm_ends", grouped_mm_ends,
+        lambda rows, weight, ends: rows.new_empty((rows.shape[0], weight.shape[2])),
+    )  # fmt: skip
+    _define(
+        "grouped_mm_ends_backward", grouped_mm_ends_backward,
+        lambda dy, rows, weight, ends: (rows.new_empty(rows.shape), weight.new_empty(weight.shape)),
+    )  # fmt: skip
+    torch.library.register_autograd(
+        "autopar::grouped_mm_ends", _grouped_mm_autograd, setup_context=_keep_operands
+    )
 
 
 _register()

@@ -13,6 +13,8 @@
   value heads are folded into grouped attention (:mod:`autopar.capture.rewrites.attention`);
 * a matmul whose result is only read in slices is one matmul per slice, with the slices of its
   weight and bias as inputs of their own (:mod:`autopar.capture.rewrites.fused`);
+* rows sorted by expert and products of them are the neutral operators of
+  :mod:`autopar.capture.moe` (:mod:`autopar.capture.rewrites.moe`);
 * what no output needs is removed.
 
 Operators are named by what they do and their position among their kind, ``mm``, ``mm_1``, ...,
@@ -31,6 +33,7 @@ from autopar.capture.rewrites.attention import RULES as ATTENTION_RULES
 from autopar.capture.rewrites.attention import fold_grouped_heads, fold_masks
 from autopar.capture.rewrites.builder import Rule, rebuilt
 from autopar.capture.rewrites.fused import split_fused_projections
+from autopar.capture.rewrites.moe import sort_by_expert
 from autopar.ir.graph import Graph, Node, Phase, Ref
 
 _RULES: Mapping[str, Rule] = MappingProxyType(
@@ -44,6 +47,7 @@ def normalise(graph: Graph) -> Graph:
     graph = without_dead(fold_grouped_heads(graph))
     graph = without_dead(fold_masks(graph, classify_masks))
     graph = without_dead(split_fused_projections(graph))
+    graph = without_dead(sort_by_expert(graph))
     return with_stable_names(graph)
 
 

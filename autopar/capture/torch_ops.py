@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.capture import neutral
+from autopar.capture import moe, neutral
 from autopar.ir.graph import Arg, Dtype, Ref, TensorMeta
 from autopar.torch_compat import operator_schema
 
@@ -32,6 +32,17 @@ NEUTRAL: Mapping[str, Callable[..., object]] = MappingProxyType(
         "autopar.nll_count": neutral.nll_count,
         "autopar.nll_loss_backward": neutral.nll_loss_backward,
         "autopar.constant": neutral.constant,
+        "autopar.moe_route": moe.moe_route,
+        "autopar.moe_dispatch": moe.moe_dispatch,
+        "autopar.moe_combine": moe.moe_combine,
+        "autopar.moe_spread": moe.moe_spread,
+        "autopar.moe_run_sums": moe.moe_run_sums,
+        "autopar.check_rows": torch.ops.autopar.check_rows.default,
+        # through the dispatcher: they read counts, which a fake tensor does not have
+        "autopar.grouped_mm": torch.ops.autopar.grouped_mm.default,
+        "autopar.grouped_mm_weight": torch.ops.autopar.grouped_mm_weight.default,
+        "autopar.grouped_mm_ends": torch.ops.autopar.grouped_mm_ends.default,
+        "autopar.grouped_mm_ends_backward": torch.ops.autopar.grouped_mm_ends_backward.default,
     }
 )
 FACTORIES = frozenset({"aten.full.default", "aten.arange.start_step", "autopar.constant"})

@@ -27,6 +27,8 @@ ZERO_WORDS: Mapping[int, str] = {
     2: "optimizer state and gradients are sharded over dp",
     3: "optimizer state, gradients and parameters are sharded over dp",
 }
+_PARAM_PREFIX = "p_"
+_CUT = re.compile(r"\b[STEX]\(")  # a shard, or rows of a rank's own
 _KIND_PREFIX = re.compile(r"^[pbu]_")  # capture names inputs by kind: parameter, buffer, argument
 _PART_SUFFIX = re.compile(r"_part\d+$")
 _NUMBER = re.compile(r"_\d+(?=_|$)")
@@ -87,18 +89,19 @@ def split_counts(plan: Plan, axis: str) -> tuple[int, int]:
     split = pending = 0
     for text in plan.splits.get(axis, {}).values():
         if "->" in text:
-            split += "S(" in text
-            pending += "S(" not in text and "P(" in text
+            is_cut = _CUT.search(text) is not None
+            split += is_cut
+            pending += not is_cut and "P(" in text
     return split, pending
 
 
 def _cut_inputs(plan: Plan) -> dict[str, dict[str, int]]:
-    """Inputs that data axes cut: name -> axis -> dim."""
+    """Arguments that data axes cut: name -> axis -> dim."""
     found: dict[str, dict[str, int]] = {}
     for axis in (MB_AXIS, DP_AXIS):
         for name, text in plan.splits.get(axis, {}).items():
             placement = None if "->" in text else parse_placement(text)
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard) and not name.startswith(_PARAM_PREFIX):
                 found.setdefault(name, {})[axis] = placement.dim
     return found
 
@@ -108,11 +111,16 @@ def _params(plan: Plan, graph: Graph) -> tuple[tuple[str, int, str], ...]:
 
 
 def _param_words(plan: Plan, graph: Graph) -> dict[str, str]:
-    splits = plan.splits.get(TP_AXIS, {})
-    sharded = _sharded_at_rest(plan, graph, splits)
-    if not splits and not sharded:
+    splits, over_dp = plan.splits.get(TP_AXIS, {}), plan.splits.get(DP_AXIS, {})
+    experts = {
+        entry.param
+        for entry in graph.of_kind(InputKind.PARAM)
+        if "S(" in over_dp.get(entry.name, "")
+    }
+    sharded = set(_sharded_at_rest(plan, graph, splits)) - experts
+    if not splits and not sharded and not experts:
         return {}
-    return describe_param_splits(graph, splits, zero3_params=sharded)
+    return describe_param_splits(graph, splits, zero3_params=sharded, expert_params=experts)
 
 
 def with_words(plan: Plan, graph: Graph) -> Plan:

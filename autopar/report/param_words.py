@@ -16,6 +16,7 @@ from autopar.sharding.signature import AxisStrategy
 
 COLUMN = "column-parallel"
 ROW = "row-parallel"
+EXPERTS = "split by experts"
 STORED_WHOLE = ", stored whole"
 _MOVES = frozenset(
     {
@@ -33,6 +34,8 @@ _WORDS: Mapping[str, Mapping[int, Mapping[int, str]]] = {
     },
     "aten.embedding.default": {0: {0: "vocabulary-parallel", 1: COLUMN}},
     "aten.convolution.default": {1: {0: COLUMN, 1: ROW}},
+    "autopar.grouped_mm": {1: {0: EXPERTS, 1: ROW, 2: COLUMN}},
+    "autopar.moe_spread": {0: {0: EXPERTS}},
 }
 
 
@@ -42,6 +45,7 @@ def describe_param_splits(
     *,
     axis: str = "tp",
     zero3_params: Collection[str] = (),
+    expert_params: Collection[str] = (),
 ) -> dict[str, str]:
     """Words for the split of every parameter over one mesh axis.
 
@@ -51,6 +55,7 @@ def describe_param_splits(
             what is not listed is replicated. This is ``plan.splits[axis]``.
         axis: Name of the axis, for the words.
         zero3_params: Names of parameters that are also sharded over dp at rest.
+        expert_params: Names of parameters whose experts are split over dp.
 
     Returns:
         Parameter name -> words such as ``"column-parallel over tp"``.
@@ -60,6 +65,9 @@ def describe_param_splits(
     found: dict[str, list[str]] = {}
     for param in graph.of_kind(InputKind.PARAM):
         words = _describe(param, nodes, users, splits, axis)
+        if param.param in expert_params:
+            over_dp = f"{EXPERTS} over dp"
+            words = over_dp if words == "replicated" else f"{over_dp}, {words}"
         if param.param in zero3_params:
             words = "sharded over dp (ZeRO-3)" if words == "replicated" else f"{words}, dp (ZeRO-3)"
         found.setdefault(param.param, []).append(words)

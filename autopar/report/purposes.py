@@ -19,6 +19,9 @@ _BY_AXIS: Mapping[tuple[str, str], str] = {
     ("reduce_scatter", TP_AXIS): "completes sums in blocks",
     ("all_gather", TP_AXIS): "makes activations whole",
     ("all_to_all", TP_AXIS): "splits another dim",
+    ("all_to_all_rows", TP_AXIS): "rows to their experts",
+    ("all_to_all_rows", DP_AXIS): "rows to their experts",
+    ("all_to_all", DP_AXIS): "counts rows of experts",
     ("all_reduce", DP_AXIS): "sums over the batch",
     ("all_gather", DP_AXIS): "values of the whole batch",
 }

@@ -43,9 +43,37 @@ def resolve(requests: Sequence[Collective]) -> list[torch.Tensor]:
                 r.narrow(first.dim, 0, first.out_size).clone(memory_format=torch.contiguous_format)
                 for r in results
             ]
+        case "all_to_all_rows":
+            return _exchanged(requests)
         case "broadcast":
             return [tensors[first.root].clone() for _ in requests]
     raise DeadlockError(f"collective of unknown kind {first.kind!r} at {first.node}")
+
+
+def _exchanged(requests: Sequence[Collective]) -> list[torch.Tensor]:
+    """Every rank's rows from every rank, in rank order."""
+    ranks = len(requests)
+    counts = [r.row_counts(ranks) for r in requests]
+    pieces = [
+        torch.split(r.tensor[: sum(go)], go) for r, (go, _) in zip(requests, counts, strict=True)
+    ]
+    results = []
+    for at, (request, (_, come)) in enumerate(zip(requests, counts, strict=True)):
+        sent = [row[at] for row in pieces]
+        if [p.shape[0] for p in sent] != come:
+            raise DeadlockError(
+                f"all_to_all_rows at {request.node}: rank {at} of the axis is sent "
+                f"{[p.shape[0] for p in sent]} rows and expects {come}"
+            )
+        results.append(filled_up(torch.cat(sent), request.out_size))
+    return results
+
+
+def filled_up(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """``rows`` with zeros behind them, ``size`` in all."""
+    result = rows.new_zeros((size, *rows.shape[1:]))
+    result[: rows.shape[0]] = rows
+    return result
 
 
 def reduce_in_order(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:

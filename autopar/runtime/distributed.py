@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import PassError
-from autopar.runtime.collective_math import pad, resolve
+from autopar.runtime.collective_math import filled_up, pad, resolve
 from autopar.runtime.groups import ProcessGroups
 from autopar.runtime.requests import Collective, PostRecv, Request, Send, WaitRecv, WaitSends
 
@@ -124,6 +124,8 @@ class Driver:
                 return _reduce_scatter(request, group, count)
             case "all_to_all":
                 return _all_to_all(request, group, count)
+            case "all_to_all_rows":
+                return _all_to_all_rows(request, group, count)
             case "broadcast":
                 root = dist.get_global_rank(group, request.root)
                 value = request.tensor
@@ -169,6 +171,14 @@ def _all_to_all(request: Collective, group: dist.ProcessGroup, count: int) -> _P
         return torch.cat(blocks, gather).narrow(gather, 0, size)
 
     return _Pending(_started(work), out, finish)
+
+
+def _all_to_all_rows(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:
+    go, come = request.row_counts(count)
+    out = request.tensor[: sum(go)].contiguous()
+    arrived = out.new_empty((sum(come), *out.shape[1:]))
+    work = dist.all_to_all_single(arrived, out, come, go, group=group, async_op=True)
+    return _Pending(_started(work), out, lambda: filled_up(arrived, request.out_size))
 
 
 def _newest(name: str, older: str) -> Callable[..., _Work | None]:

@@ -267,6 +267,10 @@ def _request_maker(node: fx.Node) -> Callable[..., Collective]:
                     kind, tensor, axis, dim=gather % rank, scatter_dim=scatter % rank,
                     out_size=size, node=name,
                 )  # fmt: skip
+            case "all_to_all_rows", (torch.Tensor() as splits, str(axis), int(size), bool(back)):
+                return Collective(
+                    kind, tensor, axis, out_size=size, node=name, splits=splits, is_back=back
+                )
         raise PassError(f"{name}: comm.{kind} has no form with the arguments {rest}")
 
     return make

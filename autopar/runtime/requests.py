@@ -38,17 +38,19 @@ class Collective:
     """One collective over a mesh axis, in the meaning of :mod:`passes.comm_ops`.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or
-            ``"broadcast"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
+            ``"all_to_all_rows"`` or ``"broadcast"``.
         tensor: The operand. For a broadcast: the value on the root, on others a tensor of the
             same shape and dtype whose contents do not matter.
         axis: Mesh axis.
         op: Reduction, ``"sum"``, ``"max"``, ``"min"``; "" where nothing is reduced.
         dim: Gathered dim (all_gather, all_to_all) or scattered dim (reduce_scatter), >= 0.
         scatter_dim: Scattered dim of an all_to_all, >= 0.
-        out_size: Size of the gathered dim in the result.
+        out_size: Size of the gathered dim in the result; rows of the result of all_to_all_rows.
         root: Coordinate along the axis of a broadcast's source.
         node: Name of the operator, for messages.
+        splits: Of all_to_all_rows: rows that go and that come, see :mod:`passes.comm_ops`.
+        is_back: Of all_to_all_rows: whether rows go back.
     """
 
     kind: str
@@ -60,6 +62,14 @@ class Collective:
     out_size: int = 0
     root: int = 0
     node: str = ""
+    splits: torch.Tensor | None = None
+    is_back: bool = False
+
+    def row_counts(self, ranks: int) -> tuple[list[int], list[int]]:
+        """Rows that go to each of ``ranks``, and rows that come from each."""
+        assert self.splits is not None, self.describe()
+        go, come = self.splits.view(2, ranks, -1).sum(2).tolist()
+        return (come, go) if self.is_back else (go, come)
 
     def describe(self) -> str:
         """Such as ``all_reduce(sum) of float32[4, 8] over tp at ar_3``."""

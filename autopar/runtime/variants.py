@@ -16,18 +16,19 @@ import torch
 
 from autopar.capture.tracing import Captured
 from autopar.errors import InputError, PlanError
-from autopar.ir.graph import Graph, Phase
+from autopar.ir.graph import Graph, InputKind, Phase
 from autopar.plan.actions import Action
 from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
-from autopar.plan.types import TP_AXIS, Plan, ScheduleKind
+from autopar.plan.types import DP_AXIS, TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.index_checks import IndexCheck, index_checks
 from autopar.runtime.load import LoadedPrograms, load
 from autopar.runtime.pieces import parts_of, with_common_owners
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
-from autopar.sharding.placement import format_layout
+from autopar.sharding.placement import Shard, format_layout
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
+from autopar.sharding.routing import are_rows_consistent, capacity_percent_of, routes_rows
 from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
 
 
@@ -146,13 +147,14 @@ def transfer(
     renamed = match_operators(old, new)
     same_inputs = {entry.name for entry in old.inputs} & {entry.name for entry in new.inputs}
     renamed.update((name, name) for name in same_inputs)
-    signatures = signatures_of(new)
+    signatures = signatures_of(new, expert_capacity_percent=capacity_percent_of(decisions.choices))
     splits = split_data_axes(
         new,
         signatures,
         num_microbatches=decisions.axis_sizes[0],
         dp=decisions.axis_sizes[1],
         microbatch_statistics=microbatch_statistics,
+        experts=_experts_over_dp(decisions, old, same_inputs),
     )
     choices: dict[str, Mapping[str, Choice]] = dict(splits.choices)
     tp: dict[str, Choice] = {}
@@ -163,6 +165,8 @@ def transfer(
             or _is_legal(target, choice, signatures.get(target), splits.choices, decisions)
         ):
             tp[target] = choice
+    if not are_rows_consistent(new, tp):  # an operator more or less among sorted rows
+        tp = {n: c for n, c in tp.items() if not isinstance(c, AxisStrategy) or not routes_rows(c)}
     choices[TP_AXIS] = tp
     return replace(
         decisions,
@@ -170,6 +174,16 @@ def transfer(
         firsts=_transfer_firsts(decisions.firsts, old, renamed, new),
         recompute=frozenset(renamed[n] for n in decisions.recompute if n in renamed),
     )
+
+
+def _experts_over_dp(decisions: Decisions, old: Graph, shared: set[str]) -> dict[str, int]:
+    """Expert weights that the old program splits over ``dp``, by dim."""
+    table = decisions.choices.get(DP_AXIS, {})
+    return {
+        entry.name: placement.dim
+        for entry in old.of_kind(InputKind.PARAM)
+        if entry.name in shared and isinstance(placement := table.get(entry.name), Shard)
+    }
 
 
 def _is_legal(

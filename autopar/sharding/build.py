@@ -28,6 +28,7 @@ from autopar.sharding.programs import (
     StagePrograms,
     TensorSpec,
 )
+from autopar.sharding.routing import with_routed_splits
 from autopar.sharding.rules import Memo, Registry, default_registry
 from autopar.sharding.signature import OpSignature
 from autopar.sharding.split import Halves, assemble, split_forward_backward
@@ -58,7 +59,11 @@ def localize(graph: Graph, decisions: Decisions, signatures: Signatures) -> Loca
 
 
 def signatures_of(
-    graph: Graph, registry: Registry | None = None, memo: Memo | None = None
+    graph: Graph,
+    registry: Registry | None = None,
+    memo: Memo | None = None,
+    *,
+    expert_capacity_percent: int = 0,
 ) -> dict[str, OpSignature | None]:
     """Named dims of every operator; None where there is no rule.
 
@@ -66,15 +71,18 @@ def signatures_of(
         graph: The joint graph.
         registry: Rules; the built-in ones and the user's own if None.
         memo: Signatures found earlier, so that a repeated block costs nothing.
+        expert_capacity_percent: Row budget where experts are split
+            (:func:`~autopar.sharding.routing.with_routed_splits`).
     """
     rules = registry or default_registry()
     memo = {} if memo is None else memo
     metas = graph.metas()
-    return {
+    found = {
         node.name: rules.signature(node, [metas[r] for r in node.refs()], memo=memo)
         for node in graph.nodes
         if node.op != "getitem"
     }
+    return with_routed_splits(graph, found, expert_capacity_percent)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from autopar.sharding.placement import (
     Placement,
     R,
     Replicate,
+    Routed,
     Shard,
     Varying,
     local_shape,
@@ -137,6 +138,7 @@ class Emitter:
         """
         now = list(current)
         changing = _changing_levels(current, target)
+        self._check_routed(ref, current, target, changing)
         for level in reversed(range(len(self.axes))):
             if level in changing:
                 ref = self._undo(ref, shape, now, target, level, changing)
@@ -144,6 +146,19 @@ class Emitter:
             if now[level] != target[level]:
                 ref = self._redo(ref, now, target, level)
         return ref
+
+    def _check_routed(self, ref: Ref, current: Layout, target: Layout, changing: set[int]) -> None:
+        """Rows sorted by expert stay as they are, and so do the axes outside of them."""
+        for level in range(len(self.axes)):
+            for have, want in ((current[level], target[level]), (target[level], current[level])):
+                if not isinstance(have, Routed):
+                    continue
+                outer = _dims(p for o in changing if o < level for p in (current[o], target[o]))
+                if have != want or have.dim in outer:
+                    raise ShardingError(
+                        f"{ref}: rows sorted by expert ({have} over axis {self.axes[level]!r}) "
+                        f"can't become {want}: their order is each rank's own"
+                    )
 
     def _undo(
         self,
@@ -330,6 +345,18 @@ class OperatorContext:
         """Axes that shard a dim of a result, outermost first."""
         layout = self.result_layout(index)
         return tuple(a for a, p in zip(self.emitter.axes, layout, strict=True) if p == Shard(dim))
+
+    def operand_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of an operand, and of which form."""
+        return self._rows(self.operand_layout(index))
+
+    def result_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of a result, and of which form."""
+        return self._rows(self.result_layout(index))
+
+    def _rows(self, layout: Layout) -> tuple[tuple[str, Routed], ...]:
+        pairs = zip(self.emitter.axes, layout, strict=True)
+        return tuple((axis, p) for axis, p in pairs if isinstance(p, Routed))
 
     def global_meta(self, index: int) -> TensorMeta:
         """True global shape and dtype of an operand."""

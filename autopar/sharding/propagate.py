@@ -24,7 +24,17 @@ from autopar.errors import ShardingError
 from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
 from autopar.sharding.decisions import Choice
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
-from autopar.sharding.placement import P, Partial, Placement, R, Replicate, Shard, Varying
+from autopar.sharding.placement import (
+    P,
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Routed,
+    Shard,
+    Varying,
+)
+from autopar.sharding.routing import ROUTE, exchanges_rows, expert_weights, splits_experts
 from autopar.sharding.rules import MICROBATCH_STATISTICS
 from autopar.sharding.signature import (
     AxisStrategy,
@@ -130,6 +140,7 @@ class _State:
     place: dict[str, Placement] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     prologue: set[str] = field(default_factory=set)
+    exchanged: frozenset[str] = frozenset()
     moved_bytes: float = 0.0
     unsplit_bytes: float = 0.0
 
@@ -247,14 +258,30 @@ class DataAxes:
 
     # -- propagation -----------------------------------------------------------------------------
     def split(
-        self, *, num_microbatches: int, dp: int, microbatch_statistics: bool = False
+        self,
+        *,
+        num_microbatches: int,
+        dp: int,
+        microbatch_statistics: bool = False,
+        experts: Mapping[str, int] | None = None,
     ) -> DataSplits:
         """Splits over ``mb`` and ``dp``.
 
+        Args:
+            num_microbatches: Parts along ``mb``.
+            dp: Parts along ``dp``.
+            microbatch_statistics: Allow batch statistics per micro-batch.
+            experts: Parameter input -> its dim of experts, to split them over ``dp`` with all
+                weights of the same experts; rows are then sent to the ranks of their experts.
+
         Raises:
-            ShardingError: The batch can't be cut, or samples of different micro-batches mix.
+            ShardingError: The batch can't be cut, samples of different micro-batches mix, or a
+                parameter of ``experts`` has no experts that can be split so.
         """
         none = AxisChoices({})
+        if experts and dp == 1:
+            target = self._graph.input_map()[min(experts)].target
+            raise ShardingError(f"parameter {target!r} can't be split over dp=1; use 2 or more")
         if num_microbatches * dp == 1:
             return DataSplits(none, none)
         dims = self.batch_dims(num_microbatches * dp)
@@ -272,7 +299,42 @@ class DataAxes:
             signature = self._signatures.get(name)
             if isinstance(strategy, AxisStrategy) and signature is not None:
                 divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
-        return DataSplits(mb, self._propagate("dp", dp, placements, divide))
+        exchanged, split = self._exchanged(experts or {}, dp)
+        placements.update(split)
+        return DataSplits(mb, self._propagate("dp", dp, placements, divide, exchanged=exchanged))
+
+    def _exchanged(
+        self, experts: Mapping[str, int], dp: int
+    ) -> tuple[frozenset[str], dict[str, Placement]]:
+        """Groups whose rows are exchanged, and the placement of their weights."""
+        if not experts:
+            return frozenset(), {}
+        known = expert_weights(self._graph, self._signatures)
+        inputs = self._graph.input_map()
+        for name, dim in experts.items():
+            weight, meta = known.get(name), inputs[name].meta
+            target = inputs[name].target
+            if weight is None or not weight.is_free:
+                raise ShardingError(
+                    f"parameter {target!r} can't be split over dp: it has no experts, or their "
+                    "rows are read by an operator that can't work on some of them; split it over tp"
+                )
+            if dim != weight.dim:
+                raise ShardingError(
+                    f"parameter {target!r} can't be split in dim {dim} over dp: its experts are in "
+                    f"dim {weight.dim}; use 'S({weight.dim})@dp'"
+                )
+            if meta is None or meta.shape[weight.dim] % dp:
+                size = meta.shape[weight.dim] if meta else 0
+                raise ShardingError(
+                    f"parameter {target!r} can't be split over dp={dp}: it has {size} experts, "
+                    f"which {dp} does not divide; use a dp that does"
+                )
+        groups = frozenset(known[name].group for name in experts)
+        placed: dict[str, Placement] = {
+            name: Shard(w.dim) for name, w in known.items() if w.group in groups
+        }
+        return groups, placed
 
     def _propagate(
         self,
@@ -282,6 +344,7 @@ class DataAxes:
         divide: Mapping[str, Mapping[str, int]],
         *,
         statistics: bool = False,
+        exchanged: frozenset[str] = frozenset(),
     ) -> AxisChoices:
         """Follow the inputs' placements through the graph.
 
@@ -291,8 +354,9 @@ class DataAxes:
             placements: Placement of the inputs that are not replicated.
             divide: Operator -> factor -> parts that other axes already cut it into.
             statistics: Allow batch statistics per micro-batch.
+            exchanged: Sorts by expert whose rows are sent to the ranks of their experts.
         """
-        state = _State(axis, size)
+        state = _State(axis, size, exchanged=exchanged)
         state.place = {i.name: placements.get(i.name, R) for i in self._graph.inputs}
         state.choices.update(placements)
         for node in self._graph.nodes:
@@ -321,8 +385,13 @@ class DataAxes:
                 kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
             else:
                 kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
+            kept = [s for s in kept if not splits_experts(s) or exchanges_rows(s)]
             self._strategies[key] = tuple(kept)
-        return self._strategies[key]
+        options = self._strategies[key]
+        if node.op == ROUTE:  # experts are split over a data axis where that is asked for
+            asked = node.name in state.exchanged
+            options = tuple(s for s in options if exchanges_rows(s) == asked)
+        return options
 
     def _choose(self, node: Node, options: Sequence[AxisStrategy], state: _State) -> None:
         refs = self._refs[node.name]
@@ -355,7 +424,7 @@ class DataAxes:
             if state.axis == "mb" and have != want and not _is_free(have, want):
                 state.prologue.add(ref)
         state.moved_bytes += best_price[0]
-        if not any(isinstance(p, Shard) for p in (*best.outputs, *best.inputs)):
+        if not any(isinstance(p, Shard | Routed) for p in (*best.outputs, *best.inputs)):
             state.unsplit_bytes += sum(m.bytes for m in node.metas() if m is not None)
         for index, placement in enumerate(best.outputs):
             state.place[result_name(node, index)] = placement
@@ -368,7 +437,7 @@ class DataAxes:
         have = state.place[ref]
         if _is_free(have, want):
             return 0.0
-        if isinstance(have, Varying) or isinstance(want, Varying):
+        if isinstance(have, Varying | Routed) or isinstance(want, Varying | Routed):
             return _FORBIDDEN
         if state.axis == "mb":
             if ref in self._argument_only and isinstance(want, Replicate):
@@ -398,7 +467,7 @@ def _smallest_factor(size: int) -> int:
 
 def _is_free(have: Placement, want: Placement) -> bool:
     """Whether the change needs no other rank."""
-    return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying))
+    return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying | Routed))
 
 
 def _mixing_text(node: Node, state: _State, *, is_ruled: bool) -> str:
@@ -440,10 +509,14 @@ def split_data_axes(
     num_microbatches: int,
     dp: int,
     microbatch_statistics: bool = False,
+    experts: Mapping[str, int] | None = None,
 ) -> DataSplits:
     """:meth:`DataAxes.split` for one pair of sizes."""
     return DataAxes(graph, signatures).split(
-        num_microbatches=num_microbatches, dp=dp, microbatch_statistics=microbatch_statistics
+        num_microbatches=num_microbatches,
+        dp=dp,
+        microbatch_statistics=microbatch_statistics,
+        experts=experts,
     )
 
 

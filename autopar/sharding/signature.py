@@ -19,9 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
-from autopar.sharding.placement import Partial, Placement, R, Replicate, Shard, parse_placement
+from autopar.sharding.placement import (
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Routed,
+    RoutedForm,
+    Shard,
+    parse_placement,
+)
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim of a tensor, its factors, outermost first."""
@@ -178,6 +187,7 @@ def axis_strategies(
     result.extend(
         strategy
         for strategy in signature.extra
+        if _blocks_are_even(signature, strategy, axis_size, divide or {})
         if not strategy.factor
         or _may_split(
             signature.sizes[strategy.factor],
@@ -187,6 +197,22 @@ def axis_strategies(
         )
     )
     return tuple(dict.fromkeys(result))
+
+
+def _blocks_are_even(
+    signature: OpSignature, strategy: AxisStrategy, parts: int, divide: dict[str, int]
+) -> bool:
+    """Whether tokens and experts divide, for a split that makes rows a rank's own."""
+    tensors = (*zip(signature.inputs, strategy.inputs, strict=True),
+               *zip(signature.outputs, strategy.outputs, strict=True))  # fmt: skip
+    if not any(isinstance(p, Routed) for _, p in tensors):
+        return True
+    for dims, placement in tensors:
+        if isinstance(placement, Shard) and dims is not None:
+            factors = dims[placement.dim]
+            if not factors or signature.sizes[factors[0]] % (divide.get(factors[0], 1) * parts):
+                return False
+    return True
 
 
 def _may_split(size: int, already: int, parts: int, *, padded: bool) -> bool:
@@ -215,8 +241,15 @@ def parts_by_factor(
                 (signature.outputs, strategy.outputs),
             )
             for dims, placement in zip(tensors, placements, strict=True)
-            if isinstance(placement, Shard) and dims is not None and dims[placement.dim]
+            if _cuts(placement) and dims is not None and dims[placement.dim]
         }
         for factor in cut:
             parts[factor] = parts.get(factor, 1) * size
     return parts
+
+
+def _cuts(placement: Placement) -> TypeGuard[Shard | Routed]:
+    """Whether a rank holds a share of the dim; rows of all tokens are no share."""
+    if isinstance(placement, Routed):
+        return placement.form is not RoutedForm.EXPERTS
+    return isinstance(placement, Shard)

@@ -18,7 +18,7 @@ from autopar.sharding.placement import Placement
 from autopar.sharding.propagate import DataAxes, DataSplits
 from autopar.sharding.signature import OpSignature
 from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_keys
-from autopar.solver.constraints import Constraints, parameter_placements
+from autopar.solver.constraints import Constraints, parameter_experts, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
 from autopar.solver.splits_problem import SplitsProblem
@@ -60,6 +60,7 @@ class Analysis:
     chain: BlockChain = field(init=False)
     data_axes: DataAxes = field(init=False)
     fixed: dict[str, Placement] = field(init=False)
+    experts: dict[str, int] = field(init=False)
     boundary_starts: tuple[int, ...] | None = field(init=False)
     optimizer_s_per_byte: float = field(init=False)
     nodes: dict[str, Node] = field(init=False)
@@ -78,7 +79,9 @@ class Analysis:
         metas = self.graph.metas().items()
         self.metas = {name: meta for name, meta in metas if isinstance(meta, TensorMeta)}
         self.value_keys = value_keys(self.graph)
-        self.signatures = signatures_of(self.graph)
+        self.signatures = signatures_of(
+            self.graph, expert_capacity_percent=self.constraints.expert_capacity_percent
+        )
         starts = self._boundary_names()
         self.chain = find_blocks(self.graph, forced=starts)
         self.boundary_starts = None
@@ -96,6 +99,7 @@ class Analysis:
         self.data_axes = DataAxes(self.graph, self.signatures)
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
+        self.experts = parameter_experts(self.graph, patterns)
         self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
 
     def _check_depth(self) -> None:
@@ -201,6 +205,7 @@ class Analysis:
                 num_microbatches=num_microbatches,
                 dp=dp,
                 microbatch_statistics=self.constraints.microbatch_statistics,
+                experts=self.experts,
             )
         return self._data[key]
 

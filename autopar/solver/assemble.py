@@ -13,6 +13,7 @@ from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import applied_constraints
 from autopar.solver.exact import ExactFigures
 from autopar.solver.ranking import Misfit, Ranked
+from autopar.solver.row_budgets import row_budgets
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time
 
@@ -79,6 +80,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
             "the model gives no loss of its own: all forwards run before the first backward "
             "(GPipe); loss= of autopar.compile() would allow 1F1B"
         )
+    assumptions += row_budgets(analysis.graph, winner.decisions)
     if used < total:
         assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
     if field.stopped_by:

@@ -180,6 +180,11 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
             analysis.data(wish.num_microbatches, wish.dp or 1)
         except ShardingError as error:
             return ConstraintError(f"constraint num_microbatches={wish.num_microbatches}: {error}")
+    if analysis.experts:
+        try:
+            analysis.data(wish.num_microbatches or 1, wish.dp or 2)
+        except ShardingError as error:
+            return ConstraintError(f"constraint placements: {error}")
     stages = (wish.pp or 1) * (wish.virtual or 1)
     return ConstraintError(
         f"constraints leave no plan: dp={wish.dp or 'any'}, tp={wish.tp or 'any'}, "

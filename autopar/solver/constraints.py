@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import ceil
 
 from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.graph import Graph, Input, InputKind
 from autopar.plan.types import AppliedConstraint, ScheduleKind
 from autopar.sharding.placement import Placement, R, Shard, parse_placement, shard_size
 
+_OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -34,7 +36,10 @@ class Constraints:
         zero: ZeRO level of every stage.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these words
             (the first pattern that fits a block's module counts, the rest is free).
-        placements: Pattern of parameter names -> placement over ``tp``, ``"R"`` or ``"S(dim)"``.
+        placements: Pattern of parameter names -> placement over ``tp``, ``"R"`` or ``"S(dim)"``,
+            or ``"S(dim)@dp"`` for experts that are split over ``dp``.
+        expert_capacity: Rows that a rank has room for where experts are split, in multiples of its
+            share if all experts are equally popular; None for room for all rows.
         boundaries: First module of stages 1, 2, ..., in order.
         sequence_parallel: Whether norms work on shards of the sequence over ``tp``: True forces it,
             False forbids it.
@@ -53,6 +58,7 @@ class Constraints:
     boundaries: tuple[str, ...] = ()
     sequence_parallel: bool | None = None
     microbatch_statistics: bool = False
+    expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
@@ -63,6 +69,11 @@ class Constraints:
                 )
         if self.zero is not None and self.zero not in ZERO_LEVELS:
             raise ConstraintError(f"constraint zero={self.zero}: the levels are 0, 1, 2 and 3")
+        if self.expert_capacity is not None and self.expert_capacity < 1:
+            raise ConstraintError(
+                f"constraint expert_capacity={self.expert_capacity}: the least is 1, room for an "
+                "even share; leave it out for room for all rows"
+            )
         words = (
             [self.recompute] if isinstance(self.recompute, str) else (self.recompute or {}).values()
         )
@@ -76,6 +87,11 @@ class Constraints:
                 f"constraints schedule='1f1b' and virtual={self.virtual}: 1F1B has one stage per "
                 "pipeline rank; use schedule='interleaved'"
             )
+
+    @property
+    def expert_capacity_percent(self) -> int:
+        """:attr:`expert_capacity` in whole percent, rounded up; 0 for None."""
+        return ceil(100 * self.expert_capacity) if self.expert_capacity is not None else 0
 
     def recompute_of(self, scope: str) -> str | None:
         """What is fixed for a block of a module; None if it is free."""
@@ -105,6 +121,7 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
             "lower one of them"
         )
     parameter_placements(graph, constraints.placements, constraints.tp)
+    _check_experts(graph, constraints)
     scopes = {n.scope for n in graph.nodes if n.scope}
     _check_boundaries(constraints, scopes)
     if isinstance(constraints.recompute, Mapping):
@@ -166,16 +183,11 @@ def parameter_placements(
             placements, or a placement is no placement or does not fit the shape.
     """
     fixed: dict[str, tuple[str, Placement]] = {}
-    params = tuple(graph.of_kind(InputKind.PARAM))
     for pattern, text in patterns.items():
+        if text.endswith(_OVER_DP):
+            continue
         placement = _parse(pattern, text)
-        matched = [p for p in params if any(fnmatchcase(n, pattern) for n in (p.param, *p.aliases))]
-        if not matched:
-            raise ConstraintError(
-                f"constraint placements: {pattern!r} names no parameter; "
-                f"parameters are such as {_examples({p.param for p in params})}"
-            )
-        for param in matched:
+        for param in _matched(graph, pattern):
             _check_shape(param, pattern, placement, tp)
             other = fixed.setdefault(param.name, (pattern, placement))
             if other[1] != placement:
@@ -184,6 +196,60 @@ def parameter_placements(
                     f"{other[0]!r} and {placement} by {pattern!r}; narrow one of the patterns"
                 )
     return {name: placement for name, (_, placement) in fixed.items()}
+
+
+def parameter_experts(graph: Graph, patterns: Mapping[str, str]) -> dict[str, int]:
+    """Input name -> dim of experts that a pattern splits over ``dp``.
+
+    Args:
+        graph: Its parameters are matched by any of their names.
+        patterns: Pattern -> text of a placement; those that end in ``@dp`` count.
+
+    Raises:
+        ConstraintError: A pattern names no parameter, or is given no ``"S(dim)@dp"``.
+    """
+    found: dict[str, int] = {}
+    for pattern, text in patterns.items():
+        if not text.endswith(_OVER_DP):
+            continue
+        placement = _parse(pattern, text.removesuffix(_OVER_DP))
+        if not isinstance(placement, Shard):
+            raise ConstraintError(
+                f"constraint placements: {pattern!r} is given {text!r}; over dp experts may be "
+                "split, 'S(dim)@dp'"
+            )
+        for param in _matched(graph, pattern):
+            _check_shape(param, pattern, placement, None)
+            found[param.name] = placement.dim
+    return found
+
+
+def _matched(graph: Graph, pattern: str) -> list[Input]:
+    params = tuple(graph.of_kind(InputKind.PARAM))
+    matched = [p for p in params if any(fnmatchcase(n, pattern) for n in (p.param, *p.aliases))]
+    if not matched:
+        raise ConstraintError(
+            f"constraint placements: {pattern!r} names no parameter; "
+            f"parameters are such as {_examples({p.param for p in params})}"
+        )
+    return matched
+
+
+def _check_experts(graph: Graph, constraints: Constraints) -> None:
+    """Experts over ``dp`` need ranks there, and no other placement."""
+    experts = parameter_experts(graph, constraints.placements)
+    if experts and constraints.dp == 1:
+        pattern = next(p for p, text in constraints.placements.items() if text.endswith(_OVER_DP))
+        raise ConstraintError(
+            f"constraint placements: {pattern!r} splits experts over dp, and dp=1; "
+            "use dp=2 or more, or 'S(dim)' over tp"
+        )
+    both = experts.keys() & parameter_placements(graph, constraints.placements, None).keys()
+    if both:
+        raise ConstraintError(
+            f"constraint placements: parameter {graph.input_map()[min(both)].target!r} is placed "
+            "over dp and over tp; narrow one of the patterns"
+        )
 
 
 def _parse(pattern: str, text: str) -> Placement:
@@ -242,6 +308,7 @@ def applied_constraints(
         "schedule": "order of forwards and backwards",
         "zero": "ZeRO level of every stage",
         "sequence_parallel": "norms on shards of the sequence",
+        "expert_capacity": "rows that a rank has room for where experts are split, in even shares",
     }
     found = [
         AppliedConstraint(
@@ -262,7 +329,8 @@ def applied_constraints(
     ):
         for pattern, word in table.items() if isinstance(table, Mapping) else ():
             value = f"{pattern}: {word}"
-            found.append(AppliedConstraint(name=name, value=value, origin="user", effect=effect))
+            told = "experts split over dp" if word.endswith(_OVER_DP) else effect
+            found.append(AppliedConstraint(name=name, value=value, origin="user", effect=told))
     if constraints.boundaries:
         value = ", ".join(constraints.boundaries)
         found.append(

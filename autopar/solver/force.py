@@ -62,6 +62,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
     boundaries: tuple[str, ...] = (),
     sequence_parallel: bool | None = None,
     microbatch_statistics: bool = False,
+    expert_capacity: float | None = None,
     optimizer: str = "adamw",
     cluster: Cluster | None = None,
     cost_model: CostModel | None = None,
@@ -83,6 +84,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         boundaries: Likewise.
         sequence_parallel: Likewise.
         microbatch_statistics: Likewise.
+        expert_capacity: Likewise.
         optimizer: Assumed optimizer.
         cluster: As many CPU processes as ranks if left out.
         cost_model: :class:`ProportionalCostModel` if left out.
@@ -104,6 +106,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         boundaries=boundaries,
         sequence_parallel=sequence_parallel,
         microbatch_statistics=microbatch_statistics,
+        expert_capacity=expert_capacity,
     )
     plan, _ = solve(
         graph,

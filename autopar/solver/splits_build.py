@@ -206,7 +206,8 @@ class _Builder:
         state = parameter_state_bytes(
             prices.local(meta, layout),
             optimizer=request.optimizer,
-            zero_level=request.zero_level,
+            # a parameter that dp splits at work is not split further at rest
+            zero_level=request.zero_level if isinstance(compute[1], Replicate) else 0,
             dp=request.dp,
             master_dtype=master.dtype,
             requires_grad=entry.requires_grad,
@@ -440,10 +441,11 @@ class _Builder:
         sources = {o.results[shape.result] for o in self.menus[shape.group]}
         for reader in shape.readers:
             targets = {o.operands[reader.operand] for o in self.menus[reader.variable]}
+            as_it_is = shape.is_fixed or (shape.is_bound and not sources.isdisjoint(targets))
             for source in sources:
                 for target in targets:
                     have, want = self._seen(source, reader.when), self._seen(target, reader.when)
-                    if (have, want) in moves or (shape.is_fixed and have != want):
+                    if (have, want) in moves or (as_it_is and have != want):
                         continue
                     time_s = self.prices.move_s(shape.meta, have, want)
                     if time_s is not None:

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
 from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.decisions import Choice
 from autopar.sharding.parameters import parameter_inputs
-from autopar.sharding.placement import Placement, R, Replicate
+from autopar.sharding.placement import Placement, R, Replicate, Shard
 from autopar.sharding.signature import AxisStrategy
 from autopar.sharding.stages import VIEW_OPS, assign_stages, stage_demands
 from autopar.solver.blocks import BlockChain, value_keys
@@ -68,7 +68,8 @@ class Group:
 class FlowShape:
     """A class of values: producer, readers, how many, shape.
 
-    A fixed one must be read in the layout in which it is made.
+    A fixed one must be read in the layout in which it is made; a bound one by every reader that
+    can read it so.
     """
 
     group: int
@@ -77,6 +78,7 @@ class FlowShape:
     readers: tuple[Reader, ...]
     meta: TensorMeta
     is_fixed: bool = False
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,14 +356,30 @@ class _Maker:
         base, _, index = key.partition("#")
         return self.group_of[base], int(index or 0)
 
+    def _bound(self) -> set[str]:
+        """Parameters whose shards the user fixed, and views of them: the wish is about their use.
+
+        Without this a weight could be stored as wished and gathered before every use.
+        """
+        bound = {name for name, placement in self.fixed.items() if isinstance(placement, Shard)}
+        for node in self.graph.nodes:
+            is_same = node.op in VIEW_OPS or node.op == "aten._to_copy.default"
+            if is_same and node.refs() and bound.issuperset(node.refs()):
+                bound.add(node.name)
+        return bound
+
     def _flows(
         self, nodes: Mapping[str, Node], metas: Mapping[str, TensorMeta]
     ) -> tuple[FlowShape, ...]:
         counts: dict[tuple[int, int, tuple[Reader, ...]], int] = {}
+        bound_values = self._bound()
+        bound: set[tuple[int, int]] = set()
         meta_of: dict[tuple[int, int], TensorMeta | None] = {}
         for key, readers in self.readers.items():
             place = self._place(key)
             base, _, index = key.partition("#")
+            if key in bound_values:
+                bound.add(place)
             if key.startswith("join "):
                 joined = metas.get(key.removeprefix("join "))
                 meta_of[place] = None if joined is None else summed_meta(joined)
@@ -372,7 +390,7 @@ class _Maker:
             row = tuple(sorted(readers, key=lambda r: (r.variable, r.operand, r.when)))
             counts[*place, row] = counts.get((*place, row), 0) + 1
         return tuple(
-            FlowShape(group, result, count, row, meta)
+            FlowShape(group, result, count, row, meta, is_bound=(group, result) in bound)
             for (group, result, row), count in counts.items()
             if (meta := meta_of[group, result]) is not None
         )

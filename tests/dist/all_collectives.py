@@ -33,8 +33,30 @@ def requests_of(rank: int, count: int) -> list[Collective]:
                     for to in range(3)
                     if to != dim
                 ]
+                made.append(
+                    Collective("all_to_all", tensor, "tp", dim=dim, scatter_dim=dim,
+                               out_size=tensor.shape[dim])
+                )  # fmt: skip
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        made += exchanges(rank, count, dtype)
     made.append(Collective("all_reduce", tensor_of(rank, (), torch.float64), "tp", op="sum"))
     made.append(Collective("broadcast", tensor_of(rank, (3,), torch.float64), "tp", root=count - 1))
+    return made
+
+
+def exchanges(rank: int, count: int, dtype: torch.dtype) -> list[Collective]:
+    """Rows to the ranks of their experts, two each, and back; rank 0 has none for the last one."""
+    rows = [[(r + 2 * e) % 4 if (r, e) != (0, 2 * count - 1) else 0 for e in range(2 * count)]
+            for r in range(count)]  # fmt: skip
+    come = [row[e] for row in rows for e in (2 * rank, 2 * rank + 1)]
+    splits = torch.tensor([rows[rank], come])
+    room = 8 * count  # more than any rank sends or receives
+    made = []
+    for back in (False, True):
+        tensor = tensor_of(rank, (room, 3), dtype)
+        made.append(
+            Collective("all_to_all_rows", tensor, "tp", out_size=room, splits=splits, is_back=back)
+        )
     return made
 
 

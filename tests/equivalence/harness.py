@@ -13,14 +13,14 @@ import torch
 
 from autopar.capture.reference import bind_inputs, run_graph, whole_parameters
 from autopar.capture.tracing import capture
-from autopar.ir.graph import Graph, InputKind
+from autopar.ir.graph import Graph, InputKind, Node
 from autopar.ir.promote import promote
 from autopar.plan.schedule import action_lists, compute_order
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.runtime.simulate import SimulatedStep, simulate_step
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
-from autopar.sharding.placement import R, Shard
+from autopar.sharding.placement import Placement, R, Routed, Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
 from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
@@ -153,8 +153,11 @@ def random_tp_choices(
         placement = rng.choice([R, *map(Shard, dims)])
         if placement != R:
             choices[entry.name] = placement
+    made: dict[str, Placement] = {}
     for node in problem.graph.nodes:
         signature = problem.signatures.get(node.name)
+        if node.op == "getitem":
+            made[node.name] = made.get(f"{node.refs()[0]}#{node.args[1]}", R)
         if signature is None:
             continue
         others = [
@@ -169,11 +172,22 @@ def random_tp_choices(
             for s in axis_strategies(signature, tp, divide=divide)
             if not s.lowering or not (lowered - {"", s.lowering})
             if s.factor != "microbatch_statistics"
+            if not _moves_rows(made, node, s)
         ]
         choice = rng.choice(options)
         if not choice.is_replicated:
             choices[node.name] = choice
+        for index, placement in enumerate(choice.outputs):
+            made[f"{node.name}#{index}" if isinstance(node.meta, tuple) else node.name] = placement
     return choices
+
+
+def _moves_rows(made: Mapping[str, Placement], node: Node, strategy: AxisStrategy) -> bool:
+    """Whether an operand of sorted rows would have to change its layout, which none can."""
+    return any(
+        (have := made.get(ref, R)) != want and isinstance(have, Routed) | isinstance(want, Routed)
+        for ref, want in zip(node.refs(), strategy.inputs, strict=True)
+    )
 
 
 def fuzz_decisions(

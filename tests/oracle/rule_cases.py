@@ -116,6 +116,25 @@ def grouped() -> Iterator[Case]:
     yield make_case("transformers.grouped_mm_fallback_backward.default", x, weight, ends, y)
 
 
+def moe() -> Iterator[Case]:
+    """Rows sorted by expert; splits of the rows have an oracle of their own."""
+    for k in (1, 2):
+        ids = _ids(4, 6 * k)
+        yield make_case("autopar.moe_route", ids, 4, k)
+        order, counts, splits = torch.ops.autopar.moe_route(ids, 4, k)
+        rows = _r(6 * k, 10)
+        yield make_case("autopar.moe_dispatch", _r(6, 10), order, splits, k)
+        yield make_case("autopar.moe_combine", rows, order, splits, k, [6, 10])
+        yield make_case("autopar.moe_spread", _r(4, 10), counts, order)
+        yield make_case("autopar.moe_run_sums", rows, counts)
+        yield make_case("autopar.grouped_mm", rows, _r(4, 10, 6), counts, 1.0)
+        yield make_case("autopar.grouped_mm_weight", rows, _r(6 * k, 6), counts, 1.0)
+    ends = torch.tensor([2, 7, 7, 12], dtype=torch.int32)
+    x, weight, y = _r(12, 10), _r(4, 10, 6), _r(12, 6)
+    yield make_case("autopar.grouped_mm_ends", x, weight, ends)
+    yield make_case("autopar.grouped_mm_ends_backward", y, x, weight, ends)
+
+
 def reduction() -> Iterator[Case]:
     x = _r(4, 10, 6)
     for dims, keep in (
@@ -357,7 +376,7 @@ def pooling() -> Iterator[Case]:
 FAMILIES: Mapping[str, Callable[[], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        elementwise, contraction, grouped, reduction, normalization, views, indexing, attention,
-        loss, factories, randomness, pooling,
+        elementwise, contraction, grouped, moe, reduction, normalization, views, indexing,
+        attention, loss, factories, randomness, pooling,
     )
 }  # fmt: skip

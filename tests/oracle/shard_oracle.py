@@ -278,6 +278,7 @@ def _collective(node: Node, ranks: dict[Coords, dict[str, object]], axes: list[s
         "all_gather": ("dim", "axis", "out_size"),
         "reduce_scatter": ("op", "dim", "axis"),
         "all_to_all": ("dim", "scatter_dim", "axis", "out_size"),
+        "all_to_all_rows": ("splits", "axis", "out_size", "is_back"),
     }[kind]
     given = dict(zip(names, rest, strict=True))
     at = axes.index(str(given["axis"]))
@@ -286,7 +287,11 @@ def _collective(node: Node, ranks: dict[Coords, dict[str, object]], axes: list[s
         groups.setdefault(coords[:at] + coords[at + 1 :], []).append(coords)
     for members in groups.values():
         requests = [
-            Collective(kind=kind, tensor=ranks[c][ref.name], **given)  # type: ignore[arg-type]
+            Collective(
+                kind=kind,
+                tensor=ranks[c][ref.name],  # type: ignore[arg-type]
+                **{k: ranks[c][v.name] if isinstance(v, Ref) else v for k, v in given.items()},  # type: ignore[arg-type]
+            )
             for c in members
         ]
         for coords, value in zip(members, resolve(requests), strict=True):

@@ -15,6 +15,7 @@ from autopar.sharding.signature import AxisStrategy, axis_strategies
 from tests.oracle import shard_oracle
 from tests.oracle.rule_cases import FAMILIES, attention_for_misses
 from tests.oracle.shard_oracle import Case, check_strategies, find_misses, make_case
+from tests.oracle.test_routed_splits import ROUTED_LOWERINGS
 
 UNSAFE = ("autopar.batch_norm", "autopar.attention", "aten.native_group_norm")
 """Kernels that corrupt memory when operands' sizes disagree, which the search for misses tries."""
@@ -65,7 +66,8 @@ def test_offered_splits_equal_the_whole_operator(family: str, sizes: tuple[int, 
     assert not failures, "\n".join(failures[:20])
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"attention"}))
+# sorted rows are whole or a rank's own, never blocks: those have tests/oracle/test_routed_splits.py
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"attention", "moe"}))
 def test_legal_splits_are_offered(family: str) -> None:
     misses = [
         f"{case.label}: {miss}"
@@ -94,7 +96,7 @@ def test_every_lowering_is_reached_by_a_case() -> None:
         for case in _cases(family)
         for strategy in axis_strategies(_signature(case), 2)
     }
-    assert reached - {""} == set(LOWERINGS)
+    assert reached - {""} == set(LOWERINGS) - ROUTED_LOWERINGS
 
 
 def _signature(case: Case) -> rules.OpSignature:

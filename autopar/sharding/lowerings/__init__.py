@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.sharding.lowerings import batch, positions, softmax, vocabulary
+from autopar.sharding.lowerings import batch, moe, positions, softmax, vocabulary
 from autopar.sharding.lowerings.context import LowerContext, Lowering
 
 LOWERINGS: Mapping[str, Lowering] = {
@@ -15,8 +15,12 @@ LOWERINGS: Mapping[str, Lowering] = {
     "group_norm": batch.group_norm,
     "group_norm_backward": batch.group_norm_backward,
     "grouped_convolution": batch.grouped_convolution,
+    "grouped_product": moe.grouped_product,
     "log_softmax": softmax.log_softmax,
     "log_softmax_backward": softmax.log_softmax_backward,
+    "moe_combine": moe.moe_combine,
+    "moe_dispatch": moe.moe_dispatch,
+    "moe_route": moe.moe_route,
     "nll_loss_backward": vocabulary.nll_loss_backward,
     "nll_loss_sum": vocabulary.nll_loss_sum,
     "random": positions.random,

@@ -12,7 +12,7 @@ from math import prod
 from typing import Protocol, TypeAlias
 
 from autopar.ir.graph import Arg, Meta, Node, Ref, TensorMeta
-from autopar.sharding.placement import shard_size
+from autopar.sharding.placement import Routed, shard_size
 
 
 class LowerContext(Protocol):
@@ -49,6 +49,12 @@ class LowerContext(Protocol):
 
     def result_axes(self, index: int, dim: int) -> tuple[str, ...]:
         """Axes that shard a dim of a result, outermost first."""
+
+    def operand_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of an operand, and of which form."""
+
+    def result_rows(self, index: int) -> tuple[tuple[str, Routed], ...]:
+        """Axes whose ranks have rows of their own of a result, and of which form."""
 
 
 Lowering: TypeAlias = Callable[

@@ -137,7 +137,7 @@ def _grouped(rule: Template) -> Rule:
 
 
 _GROUPED_MM = template("(t!, k+), (e!, k+, n), (e!) -> (t!, n)", linear=_BOTH, padded="k n")
-# Expert splits need row counts per rank: a lowering of their own.
+# Products whose runs follow from a sort are `autopar.grouped_mm`, which splits over experts too.
 
 RULES: Mapping[str, Rule] = {
     "aten.mm.default": template("(m, k+), (k+, n) -> (m, n)", linear=_BOTH, padded="m k n"),
@@ -147,6 +147,10 @@ RULES: Mapping[str, Rule] = {
     "aten.mv.default": template("(m, k+), (k+) -> (m)", linear=_BOTH, padded="m k"),
     "aten.dot.default": template("(k+), (k+) -> ()", linear=_BOTH, padded="k"),
     "aten._grouped_mm.default": _grouped(_GROUPED_MM),
+    "autopar.grouped_mm_ends.default": _grouped(_GROUPED_MM),
+    "autopar.grouped_mm_ends_backward.default": template(
+        "(t!, n+), (t!, k), (e!, k, n+), (e!) -> (t!, k), (e!, k, n)", linear=[(0,)], padded="k n"
+    ),
     "transformers.grouped_mm_fallback.default": _grouped(_GROUPED_MM),
     "transformers.grouped_mm_fallback_backward.default": _grouped(
         template(

@@ -31,7 +31,7 @@ def test_the_example_plan_is_consistent(example_plan):
         ({"mesh": MeshShape(pp=4, dp=2)}, r"there are 2 stages, mesh .* = 4"),
         ({"peak_bytes": 100, "memory_limit_bytes": 99}, "needs 100 bytes .*, its limit is 99"),
         ({"splits": {"cp": {}}}, "splits name the axis 'cp'"),
-        ({"splits": {"tp": {"mm": "T(0)"}}}, "'mm' on axis 'tp' has the split 'T"),
+        ({"splits": {"tp": {"mm": "Q(0)"}}}, "'mm' on axis 'tp' has the split 'Q"),
         ({"splits": {"tp": {"mm": "S(x) -> R"}}}, "'mm' on axis 'tp' has the split 'S"),
         ({"mesh": MeshShape(pp=0)}, "mesh axis 'pp' has size 0, the least is 1"),
         (

@@ -109,3 +109,20 @@ def test_parts_of_a_fused_projection_are_told_together():
     assert _joined(["a over tp", "a over tp"]) == "a over tp"
     assert _joined(["a over tp", "a over tp, stored whole"]) == "a over tp, partly stored whole"
     assert _joined(["a over tp", "replicated"]) == "a over tp; replicated"
+
+
+EXPERTS = (
+    node("t", "aten.permute.default", Ref("w"), (0, 2, 1)),
+    node("gm", "autopar.grouped_mm", Ref("x"), Ref("t"), Ref("x"), 1.0),
+)
+
+
+def test_matrices_of_experts_are_split_by_experts_over_tp_or_dp():
+    over_tp = {"gm": "E(0) S(0) S(0) -> E(0) [grouped_product]", "w": "S(0)"}
+    assert words(over_tp, *EXPERTS) == {"model.w": "split by experts over tp"}
+    inner = {"gm": "R S(2) R -> S(1) | n", "w": "S(1)"}
+    assert words(inner, *EXPERTS) == {"model.w": "column-parallel over tp"}
+    assert words({}, *EXPERTS, expert_params={"model.w"}) == {"model.w": "split by experts over dp"}
+    assert words(inner, *EXPERTS, expert_params={"model.w"}) == {
+        "model.w": "split by experts over dp, column-parallel over tp"
+    }
