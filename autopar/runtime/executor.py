@@ -234,8 +234,10 @@ def _gather(
 
 def _has_nested_nodes(node: fx.Node) -> bool:
     """Whether a list or a keyword argument holds values, as in a concatenation."""
-    plain = [a for a in node.args if isinstance(a, fx.Node)]
-    return len(set(plain)) < len(node.all_input_nodes)
+    found: list[fx.Node] = []
+    inside = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
+    map_arg(inside, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return bool(found) or any(isinstance(a, fx.Node) for a in node.kwargs.values())
 
 
 def _function(node: fx.Node) -> Callable[..., object]:

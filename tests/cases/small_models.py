@@ -1,0 +1,55 @@
+"""Small models in plain torch that the cases share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """A transformer block without dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        b, s, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.out(o.transpose(1, 2).reshape(b, s, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class SmallGPT(nn.Module):
+    """A causal language model whose loss is a mean over the labels that count."""
+
+    def __init__(self, vocab: int = 40, width: int = 16, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.places = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def tokens(batch: int, length: int = 16, vocab: int = 40) -> dict[str, torch.Tensor]:
+    """Ids and labels; samples have unequal numbers of labels that count."""
+    ids = torch.randint(0, vocab, (batch, length))
+    labels = ids.clone()
+    for row in range(batch):
+        labels[row, : (5 * row) % length] = -100
+    return {"ids": ids, "labels": labels}
