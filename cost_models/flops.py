@@ -99,6 +99,7 @@ LOOKUP_OPS = frozenset(
         "aten.take_along_dim.default",
         "autopar.nll_loss_sum",
         "local.shard",
+        "local.take_heads",
     }
 )
 

@@ -14,6 +14,10 @@ shift_ids(ids, start, rows, fill, skip)  ``ids - start`` in [0, rows); ``fill`` 
                                          for ids equal to ``skip`` (None: no such id)
 keep_rows(x, ids, start, rows)           ``x`` (ids..., h) with zeros where ids is not in
                                          [start, start + rows)
+take_heads(x, start, count, readers,     of ``x`` (b, h, ...) the ``count`` key heads that the query
+           group)                        heads from ``start`` read, ``readers`` of them each
+put_heads(x, start, count, readers,      the sum of the taken heads in their places, zeros elsewhere
+          group, heads)
 =======================================  ==========================================================
 """
 
@@ -100,6 +104,25 @@ def keep_rows(x: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torc
     return x.masked_fill(foreign.unsqueeze(-1), 0)
 
 
+def take_heads(
+    x: torch.Tensor, start: int, count: int, readers: int, group: int
+) -> torch.Tensor:
+    """Key heads that a block of query heads reads; one may be taken several times."""
+    return x.index_select(1, _heads(x, start, count, readers, group))
+
+
+def put_heads(
+    x: torch.Tensor, start: int, count: int, readers: int, group: int, heads: int
+) -> torch.Tensor:
+    """Gradients of taken heads, added up in the places that they were taken from."""
+    whole = x.new_zeros((x.shape[0], heads, *x.shape[2:]))
+    return whole.index_add(1, _heads(x, start, count, readers, group), x)
+
+
+def _heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) -> torch.Tensor:
+    return (torch.arange(count, device=x.device) * readers + start) // group
+
+
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "local.shard": shard,
@@ -109,6 +132,8 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.plus": plus,
         "local.shift_ids": shift_ids,
         "local.keep_rows": keep_rows,
+        "local.take_heads": take_heads,
+        "local.put_heads": put_heads,
     }
 )
 """Implementations by operator name."""

@@ -53,3 +53,26 @@ def tokens(batch: int, length: int = 16, vocab: int = 40) -> dict[str, torch.Ten
     for row in range(batch):
         labels[row, : (5 * row) % length] = -100
     return {"ids": ids, "labels": labels}
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention whose query heads share key heads, and a squared loss."""
+
+    def __init__(self, heads: int = 8, kv_heads: int = 2, head: int = 4) -> None:
+        super().__init__()
+        width = heads * head
+        self.heads, self.kv_heads, self.head = heads, kv_heads, head
+        self.q = nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, kv_heads * head, bias=False) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        b, s, width = x.shape
+        q, k, v = (
+            layer(x).view(b, s, heads, self.head).transpose(1, 2)
+            for layer, heads in (
+                (self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads),
+            )
+        )  # fmt: skip
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.mse_loss(x + self.out(o.transpose(1, 2).reshape(b, s, width)), target)
