@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.errors import ConstraintError, ShardingError
-from autopar.ir.graph import Phase
+from autopar.ir.graph import InputKind, Phase
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.signature import AxisStrategy
@@ -22,6 +23,9 @@ from tests.equivalence.harness import (
     worst_difference,
 )
 from tests.equivalence.model_generator import Model, PlanDraw
+
+EAGER_TOLERANCE = 1e-10
+"""Of the largest gradient; both sides are in double precision."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,32 @@ class Drawn:
         """Build, capture, promote and run on one device."""
         module, batch = model.build()
         problem = problem_of(module, batch)
-        return Drawn(model, problem, problem.reference())
+        drawn = Drawn(model, problem, problem.reference())
+        if not any(True for _ in problem.graph.of_kind(InputKind.RNG)):
+            drawn.compare_with_eager(module, batch)
+        return drawn
+
+    def compare_with_eager(self, module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+        """Check the captured program against the module itself, in double precision."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # what integers become
+        try:
+            module = copy.deepcopy(module).double()  # a batch norm writes to its buffers
+            loss = module(**{k: v.double() if v.is_floating_point() else v for k, v in batch.items()})
+            loss.backward()
+        finally:
+            torch.set_default_dtype(before)
+        expected = {"loss": loss.detach()} | {
+            f"grad:{n}": p.grad for n, p in module.named_parameters() if p.grad is not None
+        }
+        found = {k if k.startswith("grad") else k.partition(":")[0]: v for k, v in self.reference.items()}
+        largest = max(float(v.abs().max()) for v in expected.values())
+        for name, want in expected.items():
+            error = float((found[name] - want).abs().max())
+            assert error <= EAGER_TOLERANCE * largest, (
+                f"{name} of the captured program differs from the module's by {error:.3g}\n"
+                f"{self.model.source}"
+            )
 
     def num_operators(self) -> int:
         """Forward operators, at which stages may begin."""
