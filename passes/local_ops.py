@@ -104,9 +104,7 @@ def keep_rows(x: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torc
     return x.masked_fill(foreign.unsqueeze(-1), 0)
 
 
-def take_heads(
-    x: torch.Tensor, start: int, count: int, readers: int, group: int
-) -> torch.Tensor:
+def take_heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) -> torch.Tensor:
     """Key heads that a block of query heads reads; one may be taken several times."""
     return x.index_select(1, _heads(x, start, count, readers, group))
 

@@ -1,11 +1,11 @@
 """How a call with other sizes than the planned ones is cut into micro-batches and data ranks.
 
 A plan says how many micro-batches a batch is cut into and how many ranks share each. The last batch
-of an epoch is smaller, one for evaluation larger, and not every size divides. What is kept, in this
-order: the numbers of one device, the planned size of a block (it was promised to fit), the data
-ranks, the number of micro-batches. Blocks are always equal: a sum over equal blocks, divided by
-global counts, is weighted right. Where the data ranks do not divide the batch, each of them computes
-all of it.
+of an epoch is smaller, one for evaluation larger, and not every size divides. What is kept, in
+this order: the numbers of one device, the planned size of a block (it was promised to fit), the
+data ranks, the number of micro-batches. Blocks are always equal: a sum over equal blocks, divided
+by global counts, is weighted right. Where the data ranks do not divide the batch, each of them
+computes all of it.
 """
 
 from __future__ import annotations

@@ -154,9 +154,7 @@ def transfer(
         microbatch_statistics=microbatch_statistics,
     )
     splits = fitted.splits
-    decisions = replace(
-        decisions, axis_sizes=(fitted.num_microbatches, *decisions.axis_sizes[1:])
-    )
+    decisions = replace(decisions, axis_sizes=(fitted.num_microbatches, *decisions.axis_sizes[1:]))
     choices: dict[str, Mapping[str, Choice]] = dict(splits.choices)
     tp: dict[str, Choice] = {}
     for name, choice in decisions.choices.get(TP_AXIS, {}).items():

@@ -203,8 +203,7 @@ class DataAxes:
         sizes = {n: _size(inputs[n].meta, d) for n, d in batch.items()}
         if not sizes or any(size % parts for size in sizes.values()):
             found = ", ".join(
-                f"{inputs[n].target!r} has {size} in dim {batch[n]}"
-                for n, size in sizes.items()
+                f"{inputs[n].target!r} has {size} in dim {batch[n]}" for n, size in sizes.items()
             )
             raise ShardingError(
                 f"the batch can't be cut into {parts} equal parts "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+F = nn.functional
 
 
 class Block(nn.Module):

@@ -77,5 +77,7 @@ def test_two_key_heads_are_planned_on_more_devices(devices: int) -> None:
 def test_a_batch_that_the_degrees_do_not_divide_is_refused_with_both_numbers() -> None:
     torch.manual_seed(0)
     model = SmallGPT(layers=1)
-    with pytest.raises(ConstraintError, match=r"dp=4: does not divide the batch of 10; use a divisor"):
+    with pytest.raises(
+        ConstraintError, match=r"dp=4: does not divide the batch of 10; use a divisor"
+    ):
         autopar.compile(model, "4:cpu", tokens(10), dp=4)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autopar.capture.tracing import capture
 from autopar.plan.decisions import decisions_of
-from autopar.plan.types import MeshShape, Plan
+from autopar.plan.types import Plan
 from autopar.report.text import render_plan
 from autopar.runtime.equivalence import verify_programs
 from autopar.sharding.build import localize
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.force import forced_plan
 from tests.equivalence.harness import actions_for, problem_of
+
+F = nn.functional
 
 WIDTH, HEADS, VOCAB = 16, 2, 24
 STAGES = ("blocks.1", "blocks.2", "blocks.3")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import TP_AXIS, MeshShape, ScheduleKind
@@ -26,6 +25,8 @@ from tests.equivalence.harness import (
     simulate,
     worst_difference,
 )
+
+F = nn.functional
 
 
 def verified(problem: Problem, **options: object) -> tuple[LocalPrograms, SimulatedStep]:
@@ -181,6 +182,8 @@ def test_chains_of_views_are_exact_under_every_split(name: str) -> None:
         _, step = simulate(problem, decisions, MeshShape(dp=dp, tp=tp), ScheduleKind.GPIPE)
         ratio, tensor = worst_difference(step, reference)
         assert ratio <= 1, f"seed {seed}: {tensor}: {ratio:.3g} times the allowance"
-        split += sum(n.op == "aten.view.default" and
-                     decisions.strategy(TP_AXIS, n.name) is not None for n in problem.graph.nodes)
+        split += sum(
+            n.op == "aten.view.default" and decisions.strategy(TP_AXIS, n.name) is not None
+            for n in problem.graph.nodes
+        )
     assert split > 10

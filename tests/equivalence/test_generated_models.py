@@ -7,6 +7,7 @@ Both are the same on every run; ``FUZZ_SEED=1 make fuzz`` draws others.
 from __future__ import annotations
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -70,7 +71,7 @@ def test_many_generated_models_under_random_plans_equal_one_device(
         run = hypothesis.seed(int(SEED))(run)
     run()
     with capsys.disabled():
-        print(f"\n{tally.text()}")
+        sys.stdout.write(f"\n{tally.text()}\n")
     assert tally.pairs >= 500 or MANY_MODELS < 200
     # the drawn plans do split: what is compared is not one device with itself
     assert 2 * sum(tally.split.values()) > sum(tally.ops.values())

@@ -81,6 +81,10 @@ def elementwise() -> Iterator[Case]:
     yield make_case("aten.threshold_backward.default", _r(4, 10), _r(4, 10), 0)
     yield make_case("aten.hardtanh_backward.default", _r(4, 10), _r(4, 10), -1, 1)
     yield make_case("aten.leaky_relu_backward.default", _r(4, 10), _r(4, 10), 0.1, False)
+    yield make_case("aten.conj_physical.default", torch.view_as_complex(_r(4, 6, 2)))
+    yield make_case("aten.complex.default", _r(4, 6), _r(4, 6))
+    yield make_case("aten.polar.default", _r(4, 6).abs(), _r(6))
+    yield make_case("aten.angle.default", _r(4, 6))
     yield make_case("aten.view_as_complex.default", _r(4, 6, 2))
     yield make_case("aten.view_as_real.default", torch.view_as_complex(_r(4, 6, 2)))
 
@@ -286,7 +290,8 @@ def _attention(
 ) -> Iterator[Case]:
     q, k, v = _r(2, heads, 6, 8), _r(2, kv, 6, 8), _r(2, kv, 6, 8)
     options = (mask, key, causal, 0, 0.3, dropout, 5, [2, heads, 6, 6], [0, 0, 0, 0])
-    label = f"heads={heads} kv={kv} causal={causal} dropout={dropout} mask={mask if mask is None else mask.shape}"
+    shape = mask if mask is None else mask.shape
+    label = f"heads={heads} kv={kv} causal={causal} dropout={dropout} mask={shape}"
     case = make_case("autopar.attention", q, k, v, *options, label=f"attention {label}")
     yield case
     want = mask is not None and mask.is_floating_point()

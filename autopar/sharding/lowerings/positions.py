@@ -66,9 +66,7 @@ def attention(
     for result in (1, 2):
         part, meta = found[result], whole[result]
         if part is not None and meta is not None:
-            found[result] = ctx.emit(
-                "local.put_heads", (part, *taken, meta.shape[1]), meta
-            )
+            found[result] = ctx.emit("local.put_heads", (part, *taken, meta.shape[1]), meta)
     return tuple(found)
 
 
