@@ -18,6 +18,7 @@ from autopar.errors import ShardingError
 from autopar.ir.promote import promote
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import MeshShape, Plan
+from autopar.runtime import session
 from autopar.runtime.equivalence import verify_programs
 from autopar.runtime.fitting import FittedData, how_fitted
 from autopar.runtime.variants import schedule_actions, transfer, with_storage_of
@@ -238,3 +239,20 @@ def test_a_compiled_model_takes_thirteen_samples_in_batches_of_four(
     assert "[1, 16] instead of [4, 16]" in caplog.text
     assert "runs in 1 micro-batches instead of 4" in caplog.text
     assert "memory is not promised" not in caplog.text
+
+
+def test_programs_of_the_calls_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_MAX_VARIANTS", 2)
+    captures: list[int] = []
+    monkeypatch.setattr(
+        session,
+        "capture",
+        lambda model, args, kwargs, **more: (
+            captures.append(args[0].shape[0]) or capture(model, args, kwargs, **more)
+        ),
+    )
+    torch.manual_seed(0)
+    model = autopar.compile(nn.Linear(4, 4), 1, torch.randn(1, 4), loss=lambda out, _: out.sum())
+    for size in (1, 2, 1, 3, 1, 2):  # two are kept: the third pushes out the second
+        assert torch.isfinite(model(torch.randn(size, 4)))
+    assert captures == [2, 3, 2]

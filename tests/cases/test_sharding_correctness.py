@@ -123,6 +123,24 @@ def test_sixteen_inputs_are_split_over_three_and_six_ranks(
     assert wanted is None or programs.params["layer.weight"].compute[2] == wanted
 
 
+class Scores(nn.Module):
+    """Integers become floats by a number, in torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids * 0.3 * self.weight).square().mean()
+
+
+def test_integers_times_a_number_are_judged_in_double_precision() -> None:
+    torch.manual_seed(0)
+    problem = problem_of(Scores(), {"ids": torch.randint(0, 9, (4, 6))})
+    verified(problem, dp=2, tp=2)
+    assert torch.get_default_dtype() == torch.float32
+
+
 # -- views -----------------------------------------------------------------------------------------
 
 
