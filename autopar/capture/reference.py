@@ -77,20 +77,17 @@ def default_floats(graphs: Iterable[Graph]) -> Iterator[None]:
     dtype, of which a promoted program says nothing.
     """
     before = torch.get_default_dtype()
-    metas = (
-        m for g in graphs for item in (*g.inputs, *g.nodes) for m in _metas(item) if m is not None
-    )
-    found = {m.dtype for m in metas if m.dtype in FLOAT_DTYPES}
+    metas: list[TensorMeta | None] = []
+    for graph in graphs:
+        metas += [entry.meta for entry in graph.inputs]
+        metas += [meta for node in graph.nodes for meta in node.metas()]
+    found = {m.dtype for m in metas if m is not None and m.dtype in FLOAT_DTYPES}
     if found == {_DOUBLE}:
         torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _metas(item: Input | Node) -> tuple[TensorMeta | None, ...]:
-    return item.metas() if isinstance(item, Node) else (item.meta,)
 
 
 def _with_whole_gradients(

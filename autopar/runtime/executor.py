@@ -235,9 +235,14 @@ def _gather(
 def _has_nested_nodes(node: fx.Node) -> bool:
     """Whether a list or a keyword argument holds values, as in a concatenation."""
     found: list[fx.Node] = []
-    inside = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
-    map_arg(inside, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
-    return bool(found) or any(isinstance(a, fx.Node) for a in node.kwargs.values())
+
+    def note(operand: fx.Node) -> fx.Node:
+        found.append(operand)
+        return operand
+
+    map_arg([a for a in node.args if not isinstance(a, fx.Node)], note)
+    map_arg(node.kwargs, note)
+    return bool(found)
 
 
 def _function(node: fx.Node) -> Callable[..., object]:
