@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test slow lint bench ci clean
+.PHONY: demo test slow fuzz lint bench ci clean
 
 # Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
 # beside the same model on one.
@@ -16,10 +16,14 @@ demo: $(VENV)/.stamp
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py
 
 test: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" $(ARGS)
 
 slow: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not fuzz" $(ARGS)
+
+# Random models under random plans against one device; FUZZ_SEED=1 FUZZ_MODELS=1000 for other ones.
+fuzz: $(VENV)/.stamp
+	$(BIN)/python -m pytest -m fuzz tests/equivalence/test_generated_models.py $(ARGS)
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .

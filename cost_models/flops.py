@@ -101,6 +101,7 @@ LOOKUP_OPS = frozenset(
         "autopar.moe_dispatch",
         "autopar.moe_spread",
         "local.shard",
+        "local.take_heads",
     }
 )
 

@@ -23,6 +23,10 @@ own_exchange(order, sent, arrive,        the order with room for ``room`` rows, 
                                          expert that go, rows of each sender's that come
 group_runs(rows, splits, parts,          rows by sender and expert, as they arrive, by expert and
            by_expert)                    sender; or the other way round. Zeros behind them
+take_heads(x, start, count, readers,     of ``x`` (b, h, ...) the ``count`` key heads that the query
+           group)                        heads from ``start`` read, ``readers`` of them each
+put_heads(x, start, count, readers,      the sum of the taken heads in their places, zeros elsewhere
+          group, heads)
 =======================================  ==========================================================
 """
 
@@ -152,6 +156,23 @@ def group_runs(
     return found.masked_fill(beyond.view(-1, *(1 for _ in rows.shape[1:])), 0)
 
 
+def take_heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) -> torch.Tensor:
+    """Key heads that a block of query heads reads; one may be taken several times."""
+    return x.index_select(1, _heads(x, start, count, readers, group))
+
+
+def put_heads(
+    x: torch.Tensor, start: int, count: int, readers: int, group: int, heads: int
+) -> torch.Tensor:
+    """Gradients of taken heads, added up in the places that they were taken from."""
+    whole = x.new_zeros((x.shape[0], heads, *x.shape[2:]))
+    return whole.index_add(1, _heads(x, start, count, readers, group), x)
+
+
+def _heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) -> torch.Tensor:
+    return (torch.arange(count, device=x.device) * readers + start) // group
+
+
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "local.shard": shard,
@@ -164,6 +185,8 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.own_runs": own_runs,
         "local.own_exchange": own_exchange,
         "local.group_runs": group_runs,
+        "local.take_heads": take_heads,
+        "local.put_heads": put_heads,
     }
 )
 """Implementations by operator name."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -10,7 +11,9 @@ from autopar.capture.calls import bind_call
 from autopar.capture.torch_ops import to_torch, torch_callable, torch_dtype
 from autopar.capture.tracing import Captured
 from autopar.errors import InputError
-from autopar.ir.graph import Graph, Input, InputKind, Node, OutputKind
+from autopar.ir.graph import FLOAT_DTYPES, Graph, Input, InputKind, Node, OutputKind, TensorMeta
+
+_DOUBLE = "float64"
 
 
 def run_graph(
@@ -39,7 +42,7 @@ def run_graph(
         raise InputError(f"run_graph: no value for inputs {missing}; the program needs them all")
     values: dict[str, object] = {i.name: inputs[i.name] for i in graph.inputs}
     last_use = _last_uses(graph)
-    with torch.no_grad():
+    with torch.no_grad(), default_floats((graph,)):
         for position, node in enumerate(graph.nodes):
             function = torch_callable(node.op, device=device)
             args = [to_torch(a, values.__getitem__) for a in node.args]
@@ -64,6 +67,27 @@ def run_graph(
             name = f"{output.kind}:{output.target}"
             results[name] = results[name] + value if name in results else value
     return _with_whole_gradients(graph, results)
+
+
+@contextlib.contextmanager
+def default_floats(graphs: Iterable[Graph]) -> Iterator[None]:
+    """Let integers become doubles while the body runs, if programs know no other float.
+
+    An operator that makes floats of integers alone (``ids * 0.5``) does so in torch's default
+    dtype, of which a promoted program says nothing.
+    """
+    before = torch.get_default_dtype()
+    metas: list[TensorMeta | None] = []
+    for graph in graphs:
+        metas += [entry.meta for entry in graph.inputs]
+        metas += [meta for node in graph.nodes for meta in node.metas()]
+    found = {m.dtype for m in metas if m is not None and m.dtype in FLOAT_DTYPES}
+    if found == {_DOUBLE}:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _with_whole_gradients(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Graph, InputKind
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan
@@ -20,7 +20,7 @@ from autopar.report.precision import describe_precision
 from autopar.report.recompute import describe_recompute
 from autopar.sharding.parameters import storage_layout
 from autopar.sharding.placement import R, Replicate, Shard, parse_placement
-from autopar.sharding.stages import VIEW_OPS
+from autopar.sharding.stages import VIEW_OPS, assign_stages, stage_demands
 
 ZERO_WORDS: Mapping[int, str] = {
     1: "optimizer state is sharded over dp; gradients are whole until the end of the step",
@@ -42,6 +42,7 @@ class Facts:
     Attributes:
         arguments: Argument -> axis -> dim that it is cut along.
         whole_arguments: Arguments that every rank reads whole; known with a graph alone.
+        readers: Argument -> stages that read it; empty without a graph or with one stage.
         parameters: (Pattern of names, tensors, words); empty where nothing splits parameters.
         num_operators: Operators of the whole graph; None without one.
         recompute: Per stage that recomputes, sentences.
@@ -49,6 +50,7 @@ class Facts:
 
     arguments: Mapping[str, Mapping[str, int]]
     whole_arguments: tuple[str, ...] = ()
+    readers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: tuple[tuple[str, int, str], ...] = ()
     num_operators: int | None = None
     recompute: Mapping[int, tuple[str, ...]]
@@ -78,10 +80,30 @@ def facts_of(plan: Plan, graph: Graph | None = None) -> Facts:
     return Facts(
         arguments={users[name]: dims for name, dims in cut.items() if name in users},
         whole_arguments=tuple(target for name, target in users.items() if name not in cut),
+        readers=_readers(plan, graph),
         parameters=_params(plan, graph),
         num_operators=sum(node.op != "getitem" for node in graph.nodes),
         recompute=describe_recompute(plan, graph),
     )
+
+
+def _readers(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Stages that read each argument, in a pipeline."""
+    if len(plan.stages) == 1:
+        return {}
+    users = {entry.name: entry.target for entry in graph.of_kind(InputKind.USER)}
+    found: dict[str, set[int]] = {target: set() for target in users.values()}
+    stage_map = assign_stages(graph, tuple(stage.first for stage in plan.stages[1:]))
+    nodes = graph.node_map()
+    for stage, demand in enumerate(stage_demands(graph, stage_map, frozenset())):
+        for name in demand.wanted:
+            node = nodes.get(name)
+            if node is None or stage_map.stage.get(name, stage) != stage:
+                continue
+            for ref in node.refs():
+                if ref in users:
+                    found[users[ref]].add(stage)
+    return {target: tuple(sorted(stages)) for target, stages in found.items()}
 
 
 def split_counts(plan: Plan, axis: str) -> tuple[int, int]:

@@ -233,6 +233,13 @@ def _argument_words(plan: Plan, facts: Facts) -> Iterator[str]:
         yield f"{', '.join(found)}: {text}"
     if facts.whole_arguments:
         yield f"{', '.join(facts.whole_arguments)}: whole on every rank"
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in facts.readers.items():
+        together.setdefault(stages, []).append(name)
+    for stages, found in together.items():
+        places = " and ".join(map(str, stages)) if len(stages) < 3 else ", ".join(map(str, stages))
+        words = f"stage{'s' if len(stages) > 1 else ''} {places}" if stages else "no stage"
+        yield f"{', '.join(found)}: read by {words}"
 
 
 def _operator_words(plan: Plan, facts: Facts) -> Iterator[str]:

@@ -128,10 +128,5 @@ def changed_inputs(
     )
 
 
-def is_larger(tensors: Mapping[str, torch.Tensor], captured: Mapping[str, TensorMeta]) -> bool:
-    """Whether some input has more elements than the plan promised memory for."""
-    return any(t.numel() > captured[p].numel for p, t in tensors.items() if p in captured)
-
-
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

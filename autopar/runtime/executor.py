@@ -234,8 +234,15 @@ def _gather(
 
 def _has_nested_nodes(node: fx.Node) -> bool:
     """Whether a list or a keyword argument holds values, as in a concatenation."""
-    plain = [a for a in node.args if isinstance(a, fx.Node)]
-    return len(set(plain)) < len(node.all_input_nodes)
+    found: list[fx.Node] = []
+
+    def note(operand: fx.Node) -> fx.Node:
+        found.append(operand)
+        return operand
+
+    map_arg([a for a in node.args if not isinstance(a, fx.Node)], note)
+    map_arg(node.kwargs, note)
+    return bool(found)
 
 
 def _function(node: fx.Node) -> Callable[..., object]:

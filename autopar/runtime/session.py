@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,11 +29,11 @@ from autopar.runtime.batches import (
     changed_inputs,
     check_batch,
     check_device,
-    is_larger,
 )
 from autopar.runtime.clipping import GradientNorm, route_clipping
 from autopar.runtime.driving import Driver
 from autopar.runtime.failure import FailFast
+from autopar.runtime.fitting import how_fitted, larger_blocks
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
 from autopar.runtime.optimizer_state import GroupNames
@@ -59,6 +60,7 @@ LOSS_BATCH = "loss_batch"
 
 _FIRST_SCALE = 65536.0
 _KEY_BYTES = 8
+_MAX_VARIANTS = 32  # programs of the calls used last; packed inputs have a new length every step
 _MASK_63 = (1 << 63) - 1  # an int64 that is not negative
 
 
@@ -138,7 +140,7 @@ class Session:
         self._uncompiled = uncompiled
         self._watch = watch
         self._planned = planned
-        self._variants: dict[CallKey, Variant] = {}
+        self._variants: OrderedDict[CallKey, Variant] = OrderedDict()
         # the scale that a gradient scaler starts with; another one is found at the first backward
         self._tangent = _FIRST_SCALE if captured.precision == "fp16" else 1.0
         self._overflow = SharedOverflow(guard, place) if place.is_distributed else None
@@ -227,6 +229,9 @@ class Session:
         found = self._variants.get(key)
         if found is None:
             found = self._variants[key] = self._new_variant(model, call, backward, with_loss)
+            if len(self._variants) > _MAX_VARIANTS:
+                self._variants.popitem(last=False)
+        self._variants.move_to_end(key)
         return found
 
     def _new_variant(
@@ -242,8 +247,9 @@ class Session:
             captured = self._recapture(model, call, loss, backward)
             is_planned = captured.hash == self.captured.hash
             decisions = decisions_of(self.plan, self.captured.graph)
+            fitted = None
             if not is_planned:
-                decisions = transfer(
+                decisions, fitted = transfer(
                     decisions,
                     self.captured.graph,
                     captured.graph,
@@ -263,10 +269,14 @@ class Session:
                 f"the batch has {'; '.join(changed)}, and the plan can't be used for it "
                 f"({error}); pass the global batch that it was compiled for, or compile again"
             ) from error
-        if changed and is_larger(tensors, metas):
+        told = "; ".join(changed)
+        if fitted is not None and (words := how_fitted(fitted, self.plan)):
+            logger.warning("the batch has %s: %s", told or "another form", words)
+        if changed and (larger := larger_blocks(variant.local, self._planned.local)):
             logger.warning(
-                "batch has %s: larger than planned, memory is not promised", "; ".join(changed)
-            )
+                "the batch has %s: a rank's part of %r is larger than planned, memory is not "
+                "promised", told, larger,
+            )  # fmt: skip
         return variant
 
     def _recapture(

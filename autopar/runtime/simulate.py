@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from autopar.capture.reference import default_floats
 from autopar.errors import EquivalenceError
 from autopar.ir.graph import OutputKind
 from autopar.plan.actions import Action
@@ -94,8 +95,10 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
         DeadlockError: The ranks can't go on, or disagree.
         EquivalenceError: Ranks that should hold the same values do not.
     """
+    graphs = [g for s in programs.stages for g in (s.prologue, s.forward, s.backward)]
     if loaded is None:
-        loaded = load(programs, mesh, forward_only=forward_only)
+        with default_floats(graphs):
+            loaded = load(programs, mesh, forward_only=forward_only)
     steps = []
     for rank in range(mesh.num_ranks):
         given = StepInputs(
@@ -116,7 +119,8 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
         outputs[step.rank] = yield from share_outputs(step)
 
     running = [whole_step(step) for step in steps]
-    traffic = run_lockstep(running, mesh, lambda rank: steps[rank].position)
+    with default_floats(graphs):
+        traffic = run_lockstep(running, mesh, lambda rank: steps[rank].position)
     return _together(programs, mesh, steps, outputs, traffic, replica_tolerance)
 
 

@@ -2,8 +2,9 @@
 
 The plan is made for one call. A call of another mode (evaluation, no gradients) or of other shapes
 has a program of its own, which takes over every decision that still fits: an operator keeps its
-split if the other program has it under the same name; the data axes are propagated anew; the
-layouts in which parameters are stored must be the same.
+split if the other program has it under the same name; the data axes are propagated anew, into as
+many micro-batches as its batch divides into; the layouts in which parameters are stored must be the
+same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autopar.ir.graph import Graph, InputKind, Phase
 from autopar.plan.actions import Action
 from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
 from autopar.plan.types import DP_AXIS, TP_AXIS, Plan, ScheduleKind
+from autopar.runtime.fitting import FittedData, fit_data_axes, planned_batch
 from autopar.runtime.index_checks import IndexCheck, index_checks
 from autopar.runtime.load import LoadedPrograms, load
 from autopar.runtime.pieces import parts_of, with_common_owners
@@ -27,7 +29,6 @@ from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import Shard, format_layout
 from autopar.sharding.programs import LocalPrograms
-from autopar.sharding.propagate import split_data_axes
 from autopar.sharding.routing import are_rows_consistent, capacity_percent_of, routes_rows
 from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
 
@@ -76,6 +77,7 @@ def make_variant(
             rest.
     """
     mesh = plan.mesh
+    plan = replace(plan, num_microbatches=decisions.axis_sizes[0])
     local = localize(captured.graph, decisions, signatures_of(captured.graph))
     local = with_common_owners(local, parts_of(captured.graph))
     if planned is not None:
@@ -132,7 +134,7 @@ def schedule_actions(
 
 def transfer(
     decisions: Decisions, old: Graph, new: Graph, *, microbatch_statistics: bool = False
-) -> Decisions:
+) -> tuple[Decisions, FittedData]:
     """The decisions for another program of the same model.
 
     Args:
@@ -141,21 +143,27 @@ def transfer(
         new: The program of a call of another mode or shape.
         microbatch_statistics: As in the plan.
 
+    Returns:
+        The decisions, with as many micro-batches as the call's batch allows, and how it is cut.
+
     Raises:
         PlanError: No operator of the new program can start one of the stages.
+        ShardingError: The batch can't be cut as the plan's statistics need it.
     """
     renamed = match_operators(old, new)
     same_inputs = {entry.name for entry in old.inputs} & {entry.name for entry in new.inputs}
     renamed.update((name, name) for name in same_inputs)
     signatures = signatures_of(new, expert_capacity_percent=capacity_percent_of(decisions.choices))
-    splits = split_data_axes(
+    fitted = fit_data_axes(
         new,
         signatures,
-        num_microbatches=decisions.axis_sizes[0],
-        dp=decisions.axis_sizes[1],
+        decisions,
+        planned_batch(decisions, old),
         microbatch_statistics=microbatch_statistics,
         experts=_experts_over_dp(decisions, old, same_inputs),
     )
+    splits = fitted.splits
+    decisions = replace(decisions, axis_sizes=(fitted.num_microbatches, *decisions.axis_sizes[1:]))
     choices: dict[str, Mapping[str, Choice]] = dict(splits.choices)
     tp: dict[str, Choice] = {}
     for name, choice in decisions.choices.get(TP_AXIS, {}).items():
@@ -168,12 +176,13 @@ def transfer(
     if not are_rows_consistent(new, tp):  # an operator more or less among sorted rows
         tp = {n: c for n, c in tp.items() if not isinstance(c, AxisStrategy) or not routes_rows(c)}
     choices[TP_AXIS] = tp
-    return replace(
+    moved = replace(
         decisions,
         choices=choices,
         firsts=_transfer_firsts(decisions.firsts, old, renamed, new),
         recompute=frozenset(renamed[n] for n in decisions.recompute if n in renamed),
     )
+    return moved, fitted
 
 
 def _experts_over_dp(decisions: Decisions, old: Graph, shared: set[str]) -> dict[str, int]:

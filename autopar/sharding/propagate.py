@@ -170,10 +170,14 @@ class DataAxes:
     Args:
         graph: The joint graph.
         signatures: Named dims by operator.
+        batch: Dims by input that are known to be of the batch, as from a call of other sizes; a
+            class of dims with none of them is not the batch. None if nothing is known.
     """
 
-    def __init__(self, graph: Graph, signatures: Signatures) -> None:
-        self._graph, self._signatures = graph, signatures
+    def __init__(
+        self, graph: Graph, signatures: Signatures, *, batch: Mapping[str, int] | None = None
+    ) -> None:
+        self._graph, self._signatures, self._given = graph, signatures, batch
         self._metas = graph.metas()
         self._refs = {n.name: n.refs() for n in graph.nodes}
         self._argument_only = argument_only_values(graph)
@@ -190,6 +194,12 @@ class DataAxes:
             self._batch = self._find_batch()
         return self._batch_factors
 
+    def known_batch(self) -> dict[str, int]:
+        """Batch dim of every call argument (and tangent) that has one, by input name."""
+        if self._batch is None:
+            self._batch = self._find_batch()
+        return dict(self._batch)
+
     def batch_dims(self, parts: int) -> dict[str, int]:
         """Batch dim of every call argument (and tangent) that has one, by input name.
 
@@ -199,21 +209,19 @@ class DataAxes:
         Raises:
             ShardingError: The batch can't be cut into ``parts``, or there is none.
         """
-        if self._batch is None:
-            self._batch = self._find_batch()
+        batch = self.known_batch()
         inputs = self._graph.input_map()
-        sizes = {n: _size(inputs[n].meta, d) for n, d in self._batch.items()}
+        sizes = {n: _size(inputs[n].meta, d) for n, d in batch.items()}
         if not sizes or any(size % parts for size in sizes.values()):
             found = ", ".join(
-                f"{inputs[n].target!r} has {size} in dim {self._batch[n]}"
-                for n, size in sizes.items()
+                f"{inputs[n].target!r} has {size} in dim {batch[n]}" for n, size in sizes.items()
             )
             raise ShardingError(
                 f"the batch can't be cut into {parts} equal parts "
                 f"({found or 'no call argument has a batch dim'}); "
                 f"use a batch that {parts} divides, or fewer micro-batches and data ranks"
             )
-        return dict(self._batch)
+        return batch
 
     def _find_batch(self) -> dict[str, int]:
         inputs = self._graph.input_map()
@@ -229,6 +237,8 @@ class DataAxes:
             users = any(inputs[n].kind is InputKind.USER for n in dims)
             parts = min(map(_smallest_factor, sizes))
             if not users or parts == 1 or any(size % parts for size in sizes):
+                continue
+            if self._given is not None and not dims.items() & self._given.items():
                 continue
             self._set_batch(root)
             trial = self._propagate("dp", parts, {n: Shard(d) for n, d in dims.items()}, {})

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeAlias, TypeGuard
 
 from autopar.sharding.placement import (
@@ -96,6 +97,9 @@ class OpSignature:
             replicated, every result is ``Partial("sum")``.
         extra: Special splits; they must be legal as they are (the divisibility of their factor is
             checked against ``sizes`` when ``factor`` is set, unless it is in ``padded``).
+        merged: A factor that stands for several, outermost first, and only names splits in
+            ``extra``: the query heads are key heads times their group. It is cut where they are,
+            and its splits are offered where the outermost of them can't be split.
         padded: Factors whose blocks may be uneven: the operator is right on padded blocks where
             the padding of *reduced* factors has been masked with ``pad_fill``.
         pad_fill: Value that neutralises padding of a reduced factor (0.0 for sums).
@@ -112,6 +116,7 @@ class OpSignature:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     extra: tuple[AxisStrategy, ...] = ()
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     padded: frozenset[str] = frozenset()
     pad_fill: float = 0.0
     shape_arg: int | None = None
@@ -184,18 +189,20 @@ def axis_strategies(
         inputs = tuple(Partial() if i in group else R for i in range(len(signature.inputs)))
         outputs = tuple(R if dims is None else Partial() for dims in signature.outputs)
         result.append(AxisStrategy(inputs, outputs))
-    result.extend(
-        strategy
-        for strategy in signature.extra
-        if _blocks_are_even(signature, strategy, axis_size, divide or {})
-        if not strategy.factor
-        or _may_split(
-            signature.sizes[strategy.factor],
-            (divide or {}).get(strategy.factor, 1),
-            axis_size,
-            padded=strategy.factor in signature.padded,
-        )
-    )
+
+    def may_split(factor: str) -> bool:
+        already = (divide or {}).get(factor, 1)
+        padded = factor in signature.padded
+        return _may_split(signature.sizes[factor], already, axis_size, padded=padded)
+
+    for strategy in signature.extra:
+        outermost = signature.merged.get(strategy.factor, ("",))[0]
+        if strategy.factor and not may_split(strategy.factor):
+            continue
+        if outermost and may_split(outermost):
+            continue
+        if _blocks_are_even(signature, strategy, axis_size, divide or {}):
+            result.append(strategy)
     return tuple(dict.fromkeys(result))
 
 
@@ -245,6 +252,9 @@ def parts_by_factor(
         }
         for factor in cut:
             parts[factor] = parts.get(factor, 1) * size
+    for factor, members in signature.merged.items():
+        if any(member in parts for member in members):
+            parts[factor] = prod(parts.get(member, 1) for member in members)
     return parts
 
 

@@ -81,6 +81,10 @@ def elementwise() -> Iterator[Case]:
     yield make_case("aten.threshold_backward.default", _r(4, 10), _r(4, 10), 0)
     yield make_case("aten.hardtanh_backward.default", _r(4, 10), _r(4, 10), -1, 1)
     yield make_case("aten.leaky_relu_backward.default", _r(4, 10), _r(4, 10), 0.1, False)
+    yield make_case("aten.conj_physical.default", torch.view_as_complex(_r(4, 6, 2)))
+    yield make_case("aten.complex.default", _r(4, 6), _r(4, 6))
+    yield make_case("aten.polar.default", _r(4, 6).abs(), _r(6))
+    yield make_case("aten.angle.default", _r(4, 6))
     yield make_case("aten.view_as_complex.default", _r(4, 6, 2))
     yield make_case("aten.view_as_real.default", torch.view_as_complex(_r(4, 6, 2)))
 
@@ -289,19 +293,29 @@ def attention() -> Iterator[Case]:
             _bool(2, 1, 1, 6) | _bool(1).new_ones(1),
         ):
             yield from _attention(2, mask, key if dropout else None, False, dropout)
+        # blocks of query heads that end within a group, or hold a part of one
+        yield from _attention(2, _r(1, 6, 1, 6), key if dropout else None, False, dropout, heads=6)
+        yield from _attention(3, None, key if dropout else None, True, dropout, heads=6)
+        yield from _attention(2, _r(1, 8, 6, 6), key if dropout else None, False, dropout, heads=8)
 
 
 def _attention(
-    kv: int, mask: torch.Tensor | None, key: torch.Tensor | None, causal: bool, dropout: float
+    kv: int,
+    mask: torch.Tensor | None,
+    key: torch.Tensor | None,
+    causal: bool,
+    dropout: float,
+    heads: int = 4,
 ) -> Iterator[Case]:
-    q, k, v = _r(2, 4, 6, 8), _r(2, kv, 6, 8), _r(2, kv, 6, 8)
-    options = (mask, key, causal, 0, 0.3, dropout, 5, [2, 4, 6, 6], [0, 0, 0, 0])
-    label = f"kv={kv} causal={causal} dropout={dropout} mask={mask if mask is None else mask.shape}"
+    q, k, v = _r(2, heads, 6, 8), _r(2, kv, 6, 8), _r(2, kv, 6, 8)
+    options = (mask, key, causal, 0, 0.3, dropout, 5, [2, heads, 6, 6], [0, 0, 0, 0])
+    shape = mask if mask is None else mask.shape
+    label = f"heads={heads} kv={kv} causal={causal} dropout={dropout} mask={shape}"
     case = make_case("autopar.attention", q, k, v, *options, label=f"attention {label}")
     yield case
     want = mask is not None and mask.is_floating_point()
     yield make_case(
-        "autopar.attention_backward", _r(2, 4, 6, 8), q, k, v, *case.results, *options, want,
+        "autopar.attention_backward", _r(*q.shape), q, k, v, *case.results, *options, want,
         label=f"attention_backward {label}",
     )  # fmt: skip
 

@@ -259,6 +259,15 @@ def _norm(b: Builder, node: Node) -> Value:
     return b.emit("aten.linalg_vector_norm.default", args, _result(node))
 
 
+def _conj(builder: Builder, node: Node) -> Value:
+    """The conjugate as values: a view with a flag would be sent to other ranks without it."""
+    source = node.args[0]
+    meta = builder.meta(source)
+    if not meta.dtype.startswith("complex"):
+        return identity(builder, node)
+    return builder.emit("aten.conj_physical.default", (source,), meta)
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.addmm.default": _addmm,
@@ -311,6 +320,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.where.ScalarOther": _where_scalar,
         "aten.where.Scalar": _where_scalar,
         "aten.masked_fill.Tensor": _masked_fill_tensor,
-        "aten.conj.default": identity,
+        **dict.fromkeys(
+            ("aten.conj.default", "aten._conj.default", "aten.conj_physical.default"), _conj
+        ),
+        "aten.resolve_conj.default": identity,
     }
 )  # fmt: skip

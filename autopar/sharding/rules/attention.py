@@ -3,6 +3,9 @@
 q is (b, h, s, d), k and v (b, kv, t, d) with h a multiple of kv, the mask broadcastable to
 (b, h, s, t). The arguments that name a block's place in the whole (``q_start`` for causality,
 ``offsets`` for dropout) are set by the lowering, which is left out where they do not matter.
+
+Ranks that key heads do not divide over still split the query heads: keys and values are whole on
+every rank, and the lowering takes the heads that a rank's queries read.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.errors import ShardingError
+from autopar.sharding.placement import Partial, Placement, R, Shard
 from autopar.sharding.rules.call import Naming, OpCall, Rule
 from autopar.sharding.signature import (
     AxisStrategy,
@@ -18,6 +22,10 @@ from autopar.sharding.signature import (
     OpSignature,
     factor_strategy,
 )
+
+LOWERING = "attention"
+QUERY_HEADS = "heads"
+"""Factor of the split of grouped query heads without their key heads."""
 
 FORWARD_ARGS = (
     "q", "k", "v", "mask", "key", "causal", "q_start", "scale", "dropout_p", "op_id",
@@ -59,7 +67,34 @@ def _attention(call: OpCall) -> OpSignature:
     dropout = call.arg(at["dropout_p"]) not in (None, 0, 0.0)
     causal = bool(call.arg(at["causal"]))
     lowered = {"b", "h", "kv", "g", "s"} if dropout else {"s"} if causal else set()
-    return _lowered(signature, lowered & naming.sizes.keys(), "attention")
+    signature = _lowered(signature, lowered & naming.sizes.keys(), LOWERING)
+    return _with_query_heads(signature) if {"kv", "g"} <= naming.sizes.keys() else signature
+
+
+def _with_query_heads(signature: OpSignature) -> OpSignature:
+    """With the split of the query heads alone: each rank reads the key heads that it needs."""
+    heads = ("kv", "g")
+
+    def placement(dims: Dims | None, lost: Placement) -> Placement:
+        return next((Shard(i) for i, names in enumerate(dims or ()) if names == heads), lost)
+
+    strategy = AxisStrategy(
+        tuple(placement(dims, R) for dims in signature.inputs),
+        tuple(
+            R if dims is None else placement(dims, Partial() if signature.reductions else R)
+            for dims in signature.outputs
+        ),
+        QUERY_HEADS,
+        LOWERING,
+    )
+    sizes = signature.sizes
+    return replace(
+        signature,
+        sizes={**sizes, QUERY_HEADS: sizes["kv"] * sizes["g"]},
+        whole=signature.whole | {QUERY_HEADS},
+        extra=(*signature.extra, strategy),
+        merged={QUERY_HEADS: heads},
+    )
 
 
 def _dims(call: OpCall, naming: Naming, at: Mapping[str, int]) -> dict[str, Dims]:

@@ -23,7 +23,7 @@ _UNARY = (
     "relu6", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "sinc", "sinh",
     "softplus", "sqrt", "square", "tan", "tanh", "trunc", "elu", "celu", "leaky_relu",
     "threshold", "clamp", "clamp_min", "clamp_max", "hardshrink", "softshrink", "signbit",
-    "log_sigmoid",
+    "log_sigmoid", "angle",
 )  # fmt: skip
 """Operators of aten with the overload ``default``."""
 
@@ -40,7 +40,7 @@ _OTHER = (
     "bitwise_or.Scalar", "bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_left_shift.Tensor",
     "bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor",
     "bitwise_right_shift.Tensor_Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-    "_prelu_kernel.default",
+    "_prelu_kernel.default", "polar.default",
 )  # fmt: skip
 """Further operators of aten, with their overload."""
 
@@ -55,6 +55,8 @@ _LINEAR: Mapping[str, Groups] = {
     "aten.true_divide.Tensor": ((0,),),
     "aten.neg.default": ((0,),),
     "aten.positive.default": ((0,),),
+    "aten.conj_physical.default": ((0,),),
+    "aten.complex.default": ((0, 1),),
     "aten.clone.default": ((0,),),
     "aten.contiguous.default": ((0,),),
     "aten._to_copy.default": ((0,),),

@@ -59,6 +59,27 @@ def test_a_result_that_is_also_read_whole_stays_fused() -> None:
     assert not _parts(capture(_Joint(keep_whole=True), (torch.randn(3, 5, 4),)).graph)
 
 
+class _Rolled(torch.nn.Module):
+    """The gradient of ``proj`` is read in slices, and so is what it is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.proj = torch.nn.Parameter(torch.ones(5)), torch.nn.Linear(5, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj((x * self.scale).roll(1, -1)).square().mean()
+
+
+def test_a_gradient_that_is_read_in_slices_is_no_fused_projection() -> None:
+    torch.manual_seed(0)
+    model, x = _Rolled().double(), torch.randn(3, 5, dtype=torch.float64)
+    captured = capture(model, (x,))
+    assert not _parts(captured.graph)
+    results = run_graph(captured.graph, bind_inputs(captured, model, (x,)))
+    model(x).backward()
+    torch.testing.assert_close(gradients(results)["proj.weight"], model.proj.weight.grad)
+
+
 def test_backward_keeps_its_forward_twins() -> None:
     model, batch = build("gpt2", layers=1)
     graph = promote(capture(model, (), batch).graph)

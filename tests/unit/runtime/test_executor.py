@@ -57,6 +57,24 @@ def test_scalars_lists_and_keywords_reach_the_operator():
     assert torch.equal(sub, torch.full((4, 1), -36.0))  # 18 - 3 * 18
 
 
+def test_a_value_that_stands_alone_and_in_a_list_reaches_both_places():
+    nodes = [
+        Node("both", "aten.cat.default", ((Ref("x"), Ref("x")), 1), meta(4, 12)),
+        Node("put", "aten.index_put.default", (Ref("ids"), (Ref("ids"),), Ref("ids"), True),
+             TensorMeta((4,), "int64")),
+    ]  # fmt: skip
+    inputs = (
+        Input("x", InputKind.USER, "x", meta(4, 6)),
+        Input("ids", InputKind.USER, "ids", TensorMeta((4,), "int64")),
+    )
+    outputs = tuple(Output(OutputKind.OUTPUT, n, Ref(n)) for n in ("both", "put"))
+    graph = Graph(inputs, tuple(nodes), outputs)
+    ctx = PassContext(program="p", source=graph, axis_sizes={"tp": 2})
+    both, put = run(flatten(build(ctx), graph, "p"), torch.ones(4, 6), torch.tensor([3, 2, 1, 0]))
+    assert torch.equal(both, torch.ones(4, 12))
+    assert torch.equal(put, torch.tensor([3, 3, 3, 3]))
+
+
 def test_the_list_of_inputs_is_emptied_and_an_input_dies_at_its_last_use():
     program = load(
         [
