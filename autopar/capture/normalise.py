@@ -26,7 +26,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.capture.mask_values import classify_masks
-from autopar.capture.rewrites import arithmetic, layers, views
+from autopar.capture.rewrites import arithmetic, layers, picks, strided, views
 from autopar.capture.rewrites.attention import RULES as ATTENTION_RULES
 from autopar.capture.rewrites.attention import fold_grouped_heads, fold_masks
 from autopar.capture.rewrites.builder import Rule, rebuilt
@@ -34,7 +34,14 @@ from autopar.capture.rewrites.fused import split_fused_projections
 from autopar.ir.graph import Graph, Node, Phase, Ref
 
 _RULES: Mapping[str, Rule] = MappingProxyType(
-    {**views.RULES, **arithmetic.RULES, **layers.RULES, **ATTENTION_RULES}
+    {
+        **views.RULES,
+        **picks.RULES,
+        **strided.RULES,
+        **arithmetic.RULES,
+        **layers.RULES,
+        **ATTENTION_RULES,
+    }
 )
 
 

@@ -21,7 +21,8 @@ from autopar.capture.checks import check_dtypes
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
-from autopar.capture.normalise import normalise
+from autopar.capture.normalise import normalise, with_stable_names, without_dead
+from autopar.capture.row_order import with_batch_outermost
 from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
 from autopar.capture.untouched import untouched, written_buffers
@@ -224,7 +225,7 @@ def capture(
             f"what forward assigns to attributes is not kept ({len(traced.changed)}, such as "
             f"{names}); values that must last belong in buffers"
         )
-    graph = normalise(lowered.graph)
+    graph = with_stable_names(without_dead(with_batch_outermost(normalise(lowered.graph))))
     verify_graph(graph)
     return _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
 

@@ -26,6 +26,7 @@ from autopar.ir.graph import (
     Output,
     OutputKind,
     Part,
+    Phase,
     Ref,
     TensorMeta,
 )
@@ -95,7 +96,8 @@ def split_fused_projections(graph: Graph) -> Graph:
 
 def _candidates(facts: _Facts) -> Iterator[_Fused]:
     for node in facts.graph.nodes:
-        if node.op != _MM or node.name in facts.outputs:
+        # a layer on joined features mirrors the pattern: its dx is sliced, its input is a cat
+        if node.op != _MM or node.phase is not Phase.FORWARD or node.name in facts.outputs:
             continue
         source = node.refs()[1]
         turned = facts.nodes.get(source)
