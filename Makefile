@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test slow lint bench ci clean
+.PHONY: demo test slow zoo lint bench ci clean
 
 # Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
 # beside the same model on one.
@@ -20,6 +20,12 @@ test: $(VENV)/.stamp
 
 slow: $(VENV)/.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Every model of the zoo captured, planned and run on simulated ranks: a table, and a failure if a
+# row fails.  ARGS=--write puts the table into the README of autopar/sharding; ARGS="BERT T5" takes
+# two rows.
+zoo: $(VENV)/.stamp
+	$(BIN)/python -m tests.zoo_models $(ARGS)
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .

@@ -266,10 +266,8 @@ def check_strided(fx_node: torch.fx.Node, op: str) -> None:
     """
     tensors = [a.meta["val"] for a in fx_node.args if isinstance(a, torch.fx.Node)]
     base, count = tensors[0], len(tensors)
-    sizes, strides, *rest = fx_node.args[count:]
-    assert isinstance(sizes, Sequence)
-    assert isinstance(strides, Sequence)
-    offset = rest[0] if rest else None
+    sizes, strides = (_ints(fx_node.args[count + i]) for i in (0, 1))
+    offset = fx_node.args[count + 2] if len(fx_node.args) > count + 2 else None
     order = dense_order(sizes, strides)
     if base.is_contiguous() and not offset and order is not None and prod(sizes) == base.numel():
         return
@@ -278,6 +276,11 @@ def check_strided(fx_node: torch.fx.Node, op: str) -> None:
         f"{prod(sizes)} of {base.numel()} elements by strides {tuple(strides)}, which no program "
         "without a memory layout can say; use slicing, view, expand or unfold"
     )
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    assert isinstance(value, Sequence), value
+    return tuple(int(item) for item in value)
 
 
 def _identifier(text: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
 from autopar.capture.checks import check_dtypes
 from autopar.capture.errors_in_model import capture_error
+from autopar.capture.host_random import refusing_host_random
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
 from autopar.capture.normalise import normalise, with_stable_names, without_dead
@@ -117,7 +118,9 @@ class _TracedCall(torch.nn.Module):
         call = self._call.with_tensors(lambda path, _: by_path[path])
         self.doing = f"{type(self.model).__name__}.forward"
         with written_buffers(self.model):
-            output = self.model(*call.args(), **call.kwargs())
+            output = refusing_host_random(
+                lambda: self.model(*call.args(), **call.kwargs()), self.doing
+            )
         structure, found = flatten(output, root="output")
         result = _Result(structure)
         traced: list[torch.Tensor] = []
@@ -143,7 +146,8 @@ class _TracedCall(torch.nn.Module):
     def _find_loss(self, output: object, call: ModelCall, result: _Result) -> torch.Tensor | None:
         if self._loss is not None:
             self.doing = "the function given as loss="
-            loss: object = self._loss(output, call.batch())
+            function = self._loss
+            loss: object = refusing_host_random(lambda: function(output, call.batch()), self.doing)
             self.doing = "the backward of the model"
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
@@ -273,7 +277,9 @@ def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     except AutoparError:
         raise
     except Exception as error:  # whatever the user's code raises becomes one clear error
-        raise capture_error(error, entry_function="forward", what=traced.doing) from error
+        raise capture_error(
+            error, entry_function="forward", what=traced.doing, model=traced.model
+        ) from error
 
 
 def _roles(model: torch.nn.Module, call: ModelCall, result: _Result) -> Roles:

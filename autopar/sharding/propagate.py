@@ -305,10 +305,13 @@ class DataAxes:
         placements: dict[str, Placement] = {n: Shard(d) for n, d in dims.items()}
         mb = none
         if num_microbatches > 1:
-            mb = self._propagate(
-                "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
-            )
-            _check_results(self._graph, mb, num_microbatches)
+            try:
+                mb = self._propagate(
+                    "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
+                )
+                _check_results(self._graph, mb, num_microbatches)
+            except ShardingError as error:
+                raise self._single_sample(num_microbatches) or error from None
         if dp == 1:
             return DataSplits(mb, none)
         divide = {}
@@ -317,6 +320,22 @@ class DataAxes:
             if isinstance(strategy, AxisStrategy) and signature is not None:
                 divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
         return DataSplits(mb, self._propagate("dp", dp, placements, divide))
+
+    def _single_sample(self, num_microbatches: int) -> ShardingError | None:
+        """What is wrong if there is only one sample, so that another dim was taken for the batch.
+
+        That is so if every argument whose dims were cut has a leading dim of size one.
+        """
+        inputs = self._graph.input_map()
+        shapes = {inputs[n].target: m.shape for n in self._batch or {} if (m := inputs[n].meta)}
+        if not shapes or any(shape[0] != 1 for shape in shapes.values()):
+            return None
+        name, shape = next(iter(shapes.items()))
+        return ShardingError(
+            f"a batch of 1 can't be cut into {num_microbatches} micro-batches: {name!r} has shape "
+            f"{shape}, and its samples are not independent along another dim; use a batch that "
+            f"{num_microbatches} divides, or num_microbatches=1"
+        )
 
     def _propagate(
         self,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from tests.zoo_models.language import BATCH, HIDDEN, SEQ, VOCAB, Built
 from tests.zoo_models.operators import ScaledTanh, register_rules, swiglu
@@ -34,7 +34,7 @@ class Translator(nn.Module):
             self.source(source), self.target(target), tgt_mask=mask,
             src_key_padding_mask=source == 0, tgt_is_causal=True,
         )  # fmt: skip
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 class UNet(nn.Module):
@@ -48,13 +48,13 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(16, 4, 1)
 
     def forward(self, image, mask):
-        skips = [F.relu(self.enter(image))]
+        skips = [functional.relu(self.enter(image))]
         for layer in self.down:
-            skips.append(F.relu(layer(skips[-1])))
+            skips.append(functional.relu(layer(skips[-1])))
         x = skips.pop()
         for layer in self.up:
-            x = torch.cat([F.relu(layer(x)), skips.pop()], 1)
-        return F.cross_entropy(self.leave(x), mask)
+            x = torch.cat([functional.relu(layer(x)), skips.pop()], 1)
+        return functional.cross_entropy(self.leave(x), mask)
 
 
 class Recommender(nn.Module):
@@ -73,7 +73,7 @@ class Recommender(nn.Module):
         products = stacked @ stacked.transpose(1, 2)
         first, second = torch.triu_indices(4, 4, 1)
         features = torch.cat([x, products[:, first, second]], 1)
-        return F.binary_cross_entropy_with_logits(self.top(features).squeeze(1), clicked)
+        return functional.binary_cross_entropy_with_logits(self.top(features).squeeze(1), clicked)
 
 
 class Diffusion(nn.Module):
@@ -95,15 +95,15 @@ class Diffusion(nn.Module):
         steps = torch.exp(-math.log(1e4) * torch.arange(8) / 8)
         angles = time[:, None].to(image.dtype) * steps
         embedded = self.time(torch.cat([angles.sin(), angles.cos()], 1))
-        h = self.conv1(F.silu(self.norm1(x))) + embedded[:, :, None, None]
-        x = x + self.conv2(self.drop(F.silu(self.norm2(h))))
+        h = self.conv1(functional.silu(self.norm1(x))) + embedded[:, :, None, None]
+        x = x + self.conv2(self.drop(functional.silu(self.norm2(h))))
         small = self.down(x)
         b, c, height, width = small.shape
         q, k, v = self.qkv(self.norm3(small)).view(b, 3, 2, c // 2, -1).unbind(1)
-        mixed = F.scaled_dot_product_attention(q.mT, k.mT, v.mT).mT
+        mixed = functional.scaled_dot_product_attention(q.mT, k.mT, v.mT).mT
         small = small + self.out(mixed.reshape(b, c, height, width))
-        x = x + F.interpolate(small, scale_factor=2.0, mode="nearest")
-        return F.mse_loss(self.leave(x), noise)
+        x = x + functional.interpolate(small, scale_factor=2.0, mode="nearest")
+        return functional.mse_loss(self.leave(x), noise)
 
 
 class Experts(nn.Module):
@@ -122,9 +122,9 @@ class Experts(nn.Module):
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         gates = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
-        hidden = F.silu(torch.einsum("bsh,ehf->bsef", x, self.up))
+        hidden = functional.silu(torch.einsum("bsh,ehf->bsef", x, self.up))
         y = torch.einsum("bsef,efh,bse->bsh", hidden, self.down, gates)
-        return F.cross_entropy(self.head(x + y).flatten(0, 1), labels.flatten())
+        return functional.cross_entropy(self.head(x + y).flatten(0, 1), labels.flatten())
 
 
 class Attention(nn.Module):
@@ -141,22 +141,24 @@ class Attention(nn.Module):
 
     def forward(self, x, labels):
         mixed, _ = self.attention(x, x, x, need_weights=False)
-        return F.cross_entropy(self.head(self.norm(x + mixed).mean(self.dim)), labels)
+        return functional.cross_entropy(self.head(self.norm(x + mixed).mean(self.dim)), labels)
 
 
 class WeightNorm(nn.Module):
-    """A weight that is a direction and a length."""
+    """Weights that are a direction and a length, of a convolution and of residual layers."""
 
     def __init__(self) -> None:
         super().__init__()
         norm = nn.utils.parametrizations.weight_norm
         self.conv = norm(nn.Conv1d(4, 16, 3, padding=1))
-        self.linear = norm(nn.Linear(16, 32))
-        self.head = nn.Linear(32, 4)
+        self.layers = nn.ModuleList(norm(nn.Linear(16, 16)) for _ in range(3))
+        self.head = nn.Linear(16, 4)
 
     def forward(self, x, y):
-        hidden = F.relu(self.conv(x)).transpose(1, 2)
-        return F.mse_loss(self.head(F.relu(self.linear(hidden))), y)
+        hidden = functional.relu(self.conv(x)).transpose(1, 2)
+        for layer in self.layers:
+            hidden = hidden + functional.relu(layer(hidden))
+        return functional.mse_loss(self.head(hidden), y)
 
 
 class CustomGradient(nn.Module):
@@ -168,7 +170,7 @@ class CustomGradient(nn.Module):
         self.scale = nn.Parameter(torch.rand(32) + 0.5)
 
     def forward(self, x, y):
-        return F.mse_loss(self.second(ScaledTanh.apply(self.first(x), self.scale)), y)
+        return functional.mse_loss(self.second(ScaledTanh.apply(self.first(x), self.scale)), y)
 
 
 class CustomOperator(nn.Module):
@@ -180,7 +182,7 @@ class CustomOperator(nn.Module):
         self.down = nn.Linear(32, 4, bias=False)
 
     def forward(self, x, y):
-        return F.mse_loss(self.down(swiglu(self.gate(x), self.up(x))), y)
+        return functional.mse_loss(self.down(swiglu(self.gate(x), self.up(x))), y)
 
 
 def _transformer(dropout: bool) -> Built:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from tests.zoo_models import ZOO
 from tests.zoo_models.rows import FORCED, PROGRAM, SOLVED, Cell, Row
 
 README = Path(__file__).resolve().parents[2] / "autopar" / "sharding" / "README.md"
@@ -46,48 +47,66 @@ def _coloured(cell: Cell | None) -> str:
     return f"[{colour}]{cell.text}[/]"
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The table for the README, with refusals as notes under it."""
-    notes: list[str] = []
+def markdown(rows: Sequence[Row], before: str = "") -> str:
+    """The table for the README, with what was refused under it.
 
-    def text(cell: Cell | None) -> str:
-        if cell is None:
-            return ""
-        if not cell.detail:
-            return cell.text
-        note = cell.detail.split("; use")[0].split(" (operands")[0].splitlines()
-        short = " ".join(part.strip() for part in note[:2])
-        if short not in notes:
-            notes.append(short)
-        return f"{cell.text} [{notes.index(short) + 1}]"
-
-    lines = [
+    Args:
+        rows: The rows; none that failed.
+        before: An earlier table, whose rows of other models are kept.
+    """
+    lines, notes = _parsed(before)
+    for row in rows:
+        cells = [cell.text if (cell := row.cells.get(h)) else "" for h in HEADINGS]
+        lines[row.name] = f"| {' | '.join((row.name, *shares(row), *cells))} |"
+        details = dict.fromkeys(_short(cell.detail) for cell in row.cells.values() if cell.detail)
+        notes.pop(row.name, None)
+        if details:
+            notes[row.name] = f"* {row.name}: {'; '.join(details)}"
+    order = [name for name in (*ZOO, *lines) if name in lines]
+    head = [
         f"| {' | '.join(('model', *SHARES, *HEADINGS))} |",
         "|---" * (1 + len(SHARES) + len(HEADINGS)) + "|",
     ]
-    for row in rows:
-        cells = [text(row.cells.get(heading)) for heading in HEADINGS]
-        lines.append(f"| {' | '.join((row.name, *shares(row), *cells))} |")
-    lines += ["", *(f"{i}. {_relative(note)}" for i, note in enumerate(notes, 1))]
-    return "\n".join(lines)
-
-
-def _relative(note: str) -> str:
-    """Without the folder that a library is installed in."""
-    return " ".join(
-        word.rpartition("/")[2] if word.startswith("/") else word for word in note.split()
+    listed = [notes[name] for name in dict.fromkeys(order) if name in notes]
+    return "\n".join(
+        [*head, *(lines[n] for n in dict.fromkeys(order)), "", "Refused:", "", *listed]
     )
+
+
+def _parsed(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Rows and notes of a table, by model."""
+    rows = {
+        line.split("|")[1].strip(): line
+        for line in text.splitlines()
+        if line.startswith("| ") and not line.startswith("| model |")
+    }
+    notes = {
+        line[2:].partition(": ")[0]: line for line in text.splitlines() if line.startswith("* ")
+    }
+    return rows, notes
+
+
+def _short(detail: str) -> str:
+    """A refusal without remedy, operands and the folder that a library is installed in."""
+    lines = detail.split("; use")[0].split(" (operands")[0].splitlines()[:2]
+    words = " ".join(lines).split()
+    return " ".join(w.rpartition("/")[2] if w.startswith("/") else w for w in words)
+
+
+def _cut(text: str) -> tuple[str, str, str]:
+    """What stands before the table, the table, and what stands after it."""
+    before, _, rest = text.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    return before, table, after
 
 
 def models_in_readme(text: str) -> list[str]:
     """Names in the table of a README."""
-    table = text.split(BEGIN)[1].split(END)[0]
-    names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
-    return names[1:]
+    return list(_parsed(_cut(text)[1])[0])
 
 
 def write(rows: Sequence[Row], readme: Path = README) -> None:
-    """Put the table between the markers of a README."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}", encoding="utf-8")
+    """Put rows that passed into the table between the markers of a README."""
+    before, table, after = _cut(readme.read_text(encoding="utf-8"))
+    new = markdown([row for row in rows if row.passed], table)
+    readme.write_text(f"{before}{BEGIN}\n\n{new}\n\n{END}{after}", encoding="utf-8")
