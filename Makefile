@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test slow fuzz lint bench ci clean
+.PHONY: demo test slow zoo fuzz lint bench ci clean
 
 # Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
 # beside the same model on one.
@@ -24,6 +24,12 @@ slow: $(VENV)/.stamp
 # Random models under random plans against one device; FUZZ_SEED=1 FUZZ_MODELS=1000 for other ones.
 fuzz: $(VENV)/.stamp
 	$(BIN)/python -m pytest -m fuzz tests/equivalence/test_generated_models.py $(ARGS)
+
+# Every model of the zoo captured, planned and run on simulated ranks: a table, and a failure if a
+# row fails.  ARGS=--write puts the table into the README of autopar/sharding; ARGS="BERT T5" takes
+# two rows.
+zoo: $(VENV)/.stamp
+	$(BIN)/python -m tests.zoo_models $(ARGS)
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .

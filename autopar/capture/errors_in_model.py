@@ -21,7 +21,9 @@ _WAYS_OUT = (
 )
 
 
-def capture_error(error: BaseException, *, entry_function: str, what: str) -> CaptureError:
+def capture_error(
+    error: BaseException, *, entry_function: str, what: str, model: torch.nn.Module
+) -> CaptureError:
     """A :class:`CaptureError` for an exception that came out of the trace.
 
     Args:
@@ -29,9 +31,11 @@ def capture_error(error: BaseException, *, entry_function: str, what: str) -> Ca
         entry_function: Name of our function that calls the model; frames above it are the
             caller's, not the model's.
         what: What was called, such as ``"GPT2LMHeadModel.forward"``.
+        model: The user's model, for the path of the module that failed.
     """
     frame = _deepest_user_frame(error.__traceback__, entry_function)
     where = _describe(frame) if frame is not None else "inside torch, while its graph was made"
+    where += _module_words(error.__traceback__, model)
     if isinstance(error, data_dependent_errors()):
         return CaptureError(
             f"{what} can't be captured: it decides by the value of a tensor\n  at {where}\n"
@@ -53,6 +57,18 @@ def capture_error(error: BaseException, *, entry_function: str, what: str) -> Ca
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".strip()
+
+
+def _module_words(trace: TracebackType | None, model: torch.nn.Module) -> str:
+    """The path and class of the innermost module of the model that was being called."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(trace):
+        module = frame.f_locals.get("self")
+        path = paths.get(id(module), "")
+        if path:
+            found = f"\n  in module {path!r} of class {type(module).__name__}"
+    return found
 
 
 def _deepest_user_frame(

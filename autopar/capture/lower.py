@@ -18,9 +18,11 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from autopar.capture.rewrites.strided import dense_order
 from autopar.capture.torch_ops import dtype_name, meta_of
 from autopar.errors import CaptureError
 from autopar.ir.graph import (
@@ -166,8 +168,8 @@ class _Lowering:
         elif (schema := operator_schema(fx_node.target)) is not None:
             op = _op_name(schema)
             args, kwargs = self._bind(fx_node, schema)
-            if op == "aten.as_strided.default":
-                op, args = "aten.view.default", _dense_view(fx_node, args)
+            if op.startswith("aten.as_strided"):
+                check_strided(fx_node, op)
         else:
             raise CaptureError(
                 f"the model uses {fx_node.target}, a call that is no torch operator "
@@ -256,18 +258,29 @@ class _Lowering:
         return None
 
 
-def _dense_view(fx_node: torch.fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-    """A read by strides as a view, where it is one; programs have no memory layout."""
-    source = fx_node.args[0]
-    assert isinstance(source, torch.fx.Node)
-    before, after = source.meta["val"], fx_node.meta["val"]
-    dense = before.is_contiguous() and after.is_contiguous() and after.storage_offset() == 0
-    if not dense or before.numel() != after.numel():
-        raise CaptureError(
-            f"as_strided at {_source(fx_node) or 'an unknown line'} reads memory by strides; "
-            "use slicing, view, expand or unfold"
-        )
-    return args[:2]
+def check_strided(fx_node: torch.fx.Node, op: str) -> None:
+    """Refuse a read or write by strides that depends on the layout of memory.
+
+    Raises:
+        CaptureError: The tensor is not dense, or not all of it is read or written.
+    """
+    tensors = [a.meta["val"] for a in fx_node.args if isinstance(a, torch.fx.Node)]
+    base, count = tensors[0], len(tensors)
+    sizes, strides = (_ints(fx_node.args[count + i]) for i in (0, 1))
+    offset = fx_node.args[count + 2] if len(fx_node.args) > count + 2 else None
+    order = dense_order(sizes, strides)
+    if base.is_contiguous() and not offset and order is not None and prod(sizes) == base.numel():
+        return
+    raise CaptureError(
+        f"{op} at {_source(fx_node) or 'an unknown line'} {'writes' if count > 1 else 'reads'} "
+        f"{prod(sizes)} of {base.numel()} elements by strides {tuple(strides)}, which no program "
+        "without a memory layout can say; use slicing, view, expand or unfold"
+    )
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    assert isinstance(value, Sequence), value
+    return tuple(int(item) for item in value)
 
 
 def _identifier(text: str) -> str:

@@ -28,7 +28,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.capture.mask_values import classify_masks
-from autopar.capture.rewrites import arithmetic, layers, sampling, views
+from autopar.capture.rewrites import arithmetic, layers, picks, sampling, strided, views
 from autopar.capture.rewrites.attention import RULES as ATTENTION_RULES
 from autopar.capture.rewrites.attention import fold_grouped_heads, fold_masks
 from autopar.capture.rewrites.builder import Rule, rebuilt
@@ -37,7 +37,15 @@ from autopar.capture.rewrites.moe import sort_by_expert
 from autopar.ir.graph import Graph, Node, Phase, Ref
 
 _RULES: Mapping[str, Rule] = MappingProxyType(
-    {**views.RULES, **arithmetic.RULES, **layers.RULES, **sampling.RULES, **ATTENTION_RULES}
+    {
+        **views.RULES,
+        **picks.RULES,
+        **strided.RULES,
+        **arithmetic.RULES,
+        **layers.RULES,
+        **sampling.RULES,
+        **ATTENTION_RULES,
+    }
 )
 
 

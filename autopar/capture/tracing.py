@@ -19,9 +19,11 @@ import torch
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
 from autopar.capture.checks import check_dtypes, check_random
 from autopar.capture.errors_in_model import capture_error
+from autopar.capture.host_random import refusing_host_random
 from autopar.capture.interception import Interception, module_scopes
 from autopar.capture.lower import Roles, lower
 from autopar.capture.normalise import normalise, with_stable_names, without_dead
+from autopar.capture.row_order import with_batch_outermost
 from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
 from autopar.capture.untouched import untouched, written_buffers
@@ -124,7 +126,9 @@ class _TracedCall(torch.nn.Module):
         self.doing = f"{type(self.model).__name__}.forward"
         torch.manual_seed(_TRACE_SEED)  # the user's state is kept aside
         with written_buffers(self.model):
-            output = self.model(*call.args(), **call.kwargs())
+            output = refusing_host_random(
+                lambda: self.model(*call.args(), **call.kwargs()), self.doing
+            )
         if torch.initial_seed() != _TRACE_SEED:
             raise CaptureError(
                 f"{self.doing} sets torch's random seed, which a compiled model does not draw "
@@ -156,7 +160,8 @@ class _TracedCall(torch.nn.Module):
     def _find_loss(self, output: object, call: ModelCall, result: _Result) -> torch.Tensor | None:
         if self._loss is not None:
             self.doing = "the function given as loss="
-            loss: object = self._loss(output, call.batch())
+            function = self._loss
+            loss: object = refusing_host_random(lambda: function(output, call.batch()), self.doing)
             self.doing = "the backward of the model"
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
@@ -243,12 +248,12 @@ def capture(
             f"what forward assigns to attributes is not kept ({len(traced.changed)}, such as "
             f"{names}); values that must last belong in buffers"
         )
-    graph = normalise(lowered.graph)
+    graph = with_batch_outermost(normalise(lowered.graph))
     check_random(graph)
     if precision is not None:
         assumptions += _precision_notes(graph, precision)
         graph = without_dead(lower_precision(graph, precision))
-    graph = with_stable_names(widen_gradients(graph))
+    graph = with_stable_names(without_dead(widen_gradients(graph)))
     verify_graph(graph)
     captured = _captured(call, traced.result, graph, lowered.constants, assumptions, train=train)
     return replace(captured, precision=precision)
@@ -321,7 +326,9 @@ def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     except AutoparError:
         raise
     except Exception as error:  # whatever the user's code raises becomes one clear error
-        raise capture_error(error, entry_function="forward", what=traced.doing) from error
+        raise capture_error(
+            error, entry_function="forward", what=traced.doing, model=traced.model
+        ) from error
 
 
 def _roles(model: torch.nn.Module, call: ModelCall, result: _Result) -> Roles:

@@ -6,7 +6,8 @@ They follow from the batch dim of the inputs, operator by operator, with no sear
    batch dim of every input is found from the graph and not assumed to be dim 0. A scale vector
    whose length happens to equal the batch size is in a class of its own.
 2. *Batch class.* Of the classes that hold a dim of a call argument, the one whose split leaves the
-   least unsplit work and moves the fewest bytes.
+   least unsplit work and moves the fewest bytes; with others of the same size where splitting them
+   too is clearly better (the texts and images of a contrastive loss).
 3. *Propagation.* In execution order every operator takes the strategy that moves the fewest bytes
    given its operands' placements; ties go to a split of the batch class.
 
@@ -45,7 +46,10 @@ from autopar.sharding.signature import (
 )
 
 Signatures = Mapping[str, OpSignature | None]
+Place = tuple[str, int]
+"""A value and a dim of it."""
 _FORBIDDEN = float("inf")
+_CLEAR_GAIN = 0.9  # a further class of dims counts as batch if it takes off a tenth of the cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +69,14 @@ class AxisChoices:
     unsplit_bytes: float = 0.0
 
 
-class _Classes:
-    """Union-find over (value, dim)."""
+class PlaceClasses:
+    """Union-find over (value, dim): which dims are split together."""
 
     def __init__(self) -> None:
-        self._parent: dict[tuple[str, int], tuple[str, int]] = {}
+        self._parent: dict[Place, Place] = {}
 
-    def find(self, key: tuple[str, int]) -> tuple[str, int]:
+    def find(self, key: Place) -> Place:
+        """The dim that stands for the class of ``key``."""
         root = key
         while self._parent.setdefault(root, root) != root:
             root = self._parent[root]
@@ -79,7 +84,8 @@ class _Classes:
             self._parent[key], key = root, self._parent[key]
         return root
 
-    def unite(self, left: tuple[str, int], right: tuple[str, int]) -> None:
+    def unite(self, left: Place, right: Place) -> None:
+        """Make two classes one."""
         a, b = self.find(left), self.find(right)
         if a != b:
             self._parent[max(a, b)] = min(a, b)
@@ -96,9 +102,9 @@ def source_of(node: Node) -> str:
     return f"{base}#{index}"
 
 
-def dim_classes(graph: Graph, signatures: Signatures) -> _Classes:
+def dim_classes(graph: Graph, signatures: Signatures) -> PlaceClasses:
     """Dims that one factor ties together, over the whole graph."""
-    classes = _Classes()
+    classes = PlaceClasses()
     for node in graph.nodes:
         if node.op == "getitem":
             meta = node.meta
@@ -161,7 +167,6 @@ def argument_only_values(graph: Graph) -> set[str]:
 
 
 Parts = tuple[tuple[str, int], ...]
-_Root = tuple[str, int]
 
 
 class DataAxes:
@@ -172,6 +177,9 @@ class DataAxes:
         signatures: Named dims by operator.
         batch: Dims by input that are known to be of the batch, as from a call of other sizes; a
             class of dims with none of them is not the batch. None if nothing is known.
+
+    Attributes:
+        classes: Dims that are split together.
     """
 
     def __init__(
@@ -181,10 +189,25 @@ class DataAxes:
         self._metas = graph.metas()
         self._refs = {n.name: n.refs() for n in graph.nodes}
         self._argument_only = argument_only_values(graph)
-        self._classes = dim_classes(graph, signatures)
+        self.classes = dim_classes(graph, signatures)
         self._strategies: dict[tuple[int, int, Parts, str], tuple[AxisStrategy, ...]] = {}
         self._batch_factors: dict[str, frozenset[str]] = {}
         self._batch: dict[str, int] | None = None
+
+    def can_be_cut(self) -> bool:
+        """Whether the batch can be cut into micro-batches; True if it can't be cut at all.
+
+        Batch statistics count as cuttable: the user may ask for them per micro-batch.
+        """
+        sizes = {_size(self._graph.input_map()[n].meta, d) for n, d in self.batch_dims(1).items()}
+        parts = min(map(_smallest_factor, sizes), default=1)
+        if parts == 1:
+            return True
+        try:
+            self.split(num_microbatches=parts, dp=1, microbatch_statistics=True)
+        except ShardingError:
+            return False
+        return True
 
     # -- the batch -------------------------------------------------------------------------------
     @property
@@ -211,6 +234,8 @@ class DataAxes:
         """
         batch = self.known_batch()
         inputs = self._graph.input_map()
+        if parts == 1:
+            return dict(batch)
         sizes = {n: _size(inputs[n].meta, d) for n, d in batch.items()}
         if not sizes or any(size % parts for size in sizes.values()):
             found = ", ".join(
@@ -224,35 +249,54 @@ class DataAxes:
         return batch
 
     def _find_batch(self) -> dict[str, int]:
-        inputs = self._graph.input_map()
         data = [i for i in self._graph.inputs if i.kind in (InputKind.USER, InputKind.TANGENT)]
-        found: dict[_Root, dict[str, int]] = {}
+        found: dict[Place, dict[str, int]] = {}
         for entry in data:
             for dim in range(len(entry.meta.shape) if entry.meta else 0):
-                root = self._classes.find((entry.name, dim))
+                root = self.classes.find((entry.name, dim))
                 found.setdefault(root, {}).setdefault(entry.name, dim)
-        best: tuple[tuple[float, int], dict[str, int], _Root] | None = None
+        best: tuple[tuple[float, int], dict[str, int], list[Place]] | None = None
         for root, dims in sorted(found.items()):
-            sizes = {_size(inputs[n].meta, d) for n, d in dims.items()}
-            users = any(inputs[n].kind is InputKind.USER for n in dims)
-            parts = min(map(_smallest_factor, sizes))
-            if not users or parts == 1 or any(size % parts for size in sizes):
-                continue
             if self._given is not None and not dims.items() & self._given.items():
                 continue
-            self._set_batch(root)
-            trial = self._propagate("dp", parts, {n: Shard(d) for n, d in dims.items()}, {})
+            trial = self._trial(dims, [root])
             # equally good: the outermost dim, as people write batches
-            score = (4 * trial.moved_bytes + trial.unsplit_bytes, max(dims.values()))
-            if best is None or score < best[0]:
-                best = (score, dims, root)
+            if trial is not None and (best is None or (trial, max(dims.values())) < best[0]):
+                best = ((trial, max(dims.values())), dims, [root])
         if best is None:
             return {}
-        self._set_batch(best[2])
-        return best[1]
+        (score, _), dims, roots = best
+        # two towers that meet in a product of all pairs have a batch each
+        for root, more in sorted(found.items()):
+            if root in roots or more.keys() & dims.keys():
+                continue
+            trial = self._trial(dims | more, [*roots, root])
+            if trial is not None and trial < _CLEAR_GAIN * score:
+                score, dims, roots = trial, dims | more, [*roots, root]
+        self._set_batch(roots)
+        return dims
 
-    def _set_batch(self, root: _Root) -> None:
-        """Note which factors of every operator are of the batch class."""
+    def _trial(self, dims: Mapping[str, int], roots: Sequence[Place]) -> float | None:
+        """What a split of these dims costs: bytes moved and computed whole; None if there is none.
+
+        Args:
+            dims: Dim of each argument; all must have one size.
+            roots: Their classes.
+        """
+        inputs = self._graph.input_map()
+        sizes = {_size(inputs[n].meta, d) for n, d in dims.items()}
+        users = any(inputs[n].kind is InputKind.USER for n in dims)
+        parts = min(map(_smallest_factor, sizes))
+        if not users or parts == 1 or any(size % parts for size in sizes):
+            return None
+        if len(roots) > 1 and len(sizes) > 1:
+            return None
+        self._set_batch(roots)
+        trial = self._propagate("dp", parts, {n: Shard(d) for n, d in dims.items()}, {})
+        return 4 * trial.moved_bytes + trial.unsplit_bytes
+
+    def _set_batch(self, roots: Sequence[Place]) -> None:
+        """Note which factors of every operator are of the batch classes."""
         self._batch_factors = {}
         for node in self._graph.nodes:
             signature = self._signatures.get(node.name)
@@ -261,7 +305,7 @@ class DataAxes:
             factors = frozenset(
                 factor
                 for factor, places in factor_places(node, signature).items()
-                if self._classes.find(places[0]) == root
+                if self.classes.find(places[0]) in roots
             )
             if factors:
                 self._batch_factors[node.name] = factors
@@ -298,10 +342,13 @@ class DataAxes:
         placements: dict[str, Placement] = {n: Shard(d) for n, d in dims.items()}
         mb = none
         if num_microbatches > 1:
-            mb = self._propagate(
-                "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
-            )
-            _check_results(self._graph, mb, num_microbatches)
+            try:
+                mb = self._propagate(
+                    "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
+                )
+                _check_results(self._graph, mb, num_microbatches)
+            except ShardingError as error:
+                raise self._single_sample(num_microbatches) or error from None
         if dp == 1:
             return DataSplits(mb, none)
         divide = {}
@@ -345,6 +392,22 @@ class DataAxes:
             name: Shard(w.dim) for name, w in known.items() if w.group in groups
         }
         return groups, placed
+
+    def _single_sample(self, num_microbatches: int) -> ShardingError | None:
+        """What is wrong if there is only one sample, so that another dim was taken for the batch.
+
+        That is so if every argument whose dims were cut has a leading dim of size one.
+        """
+        inputs = self._graph.input_map()
+        shapes = {inputs[n].target: m.shape for n in self._batch or {} if (m := inputs[n].meta)}
+        if not shapes or any(shape[0] != 1 for shape in shapes.values()):
+            return None
+        name, shape = next(iter(shapes.items()))
+        return ShardingError(
+            f"a batch of 1 can't be cut into {num_microbatches} micro-batches: {name!r} has shape "
+            f"{shape}, and its samples are not independent along another dim; use a batch that "
+            f"{num_microbatches} divides, or num_microbatches=1"
+        )
 
     def _propagate(
         self,

@@ -184,6 +184,19 @@ class Analysis:
                 "forwards run before the first backward; pass loss=, or leave schedule out"
             )
 
+    def batch_words(self) -> str:
+        """The batch for people: its size, and the dim that stands for it if samples are one."""
+        dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
+        inputs = self.graph.input_map()
+        for name, dim in dims.items():
+            meta = inputs[name].meta
+            if meta is not None and dim > 0 and meta.shape[0] == 1:
+                return (
+                    f"the {self.batch_size} of dim {dim} of {inputs[name].target!r}, which stands "
+                    "for the batch of 1"
+                )
+        return f"the batch of {self.batch_size}"
+
     def _has_batch(self) -> bool:
         return bool(self.data_axes.batch_factors)
 

@@ -3,9 +3,9 @@
 A *cut position* lies between two forward operators. It is a candidate where few bytes are alive:
 ``live[p]`` counts the values that are made before ``p`` and read at or after ``p`` by the forward
 pass. What every stage makes for itself (values of call arguments alone, views of parameters) does
-not count. Position ``p`` is eligible if ``live[p] <= 1.2 * max(min(live[:p+1]), min(live[p:]))``:
-nothing much smaller lies on both sides. In a transformer those are the places between residual
-branches, in a chain the ends of its layers.
+not count, nor do values made of parameters alone. Position ``p`` is eligible if
+``live[p] <= 1.2 * max(min(live[:p+1]), min(live[p:]))``: nothing much smaller lies on both sides.
+In a transformer those are the places between residual branches, in a chain the ends of its layers.
 
 Between two cuts lies a *block*; operators are assigned to blocks as they are to stages
 (:mod:`autopar.sharding.stages`), so that stages are runs of whole blocks. Blocks with the same
@@ -17,7 +17,7 @@ Everything is linear in the number of operators.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -105,7 +105,7 @@ def find_blocks(graph: Graph, *, forced: Sequence[str] = ()) -> BlockChain:
         if n.op != "getitem" and n.name in whole.stage and n.name in whole.forward_needed
     ]
     keys = value_keys(graph)
-    starts = _starts(graph, forward, _live_bytes(graph, forward, keys), frozenset(forced))
+    starts = _starts(graph, forward, keys, frozenset(forced))
     stage_map = assign_stages(graph, tuple(forward[s].name for s in starts))
     block_of = _block_of(graph, stage_map)
     ahead: list[list[Node]] = [[] for _ in range(len(starts) + 1)]
@@ -165,14 +165,33 @@ def _is_behind(node: Node, whole: StageMap) -> bool:
     return node.name not in whole.forward_needed
 
 
-def _live_bytes(graph: Graph, forward: Sequence[Node], keys: Mapping[str, str]) -> list[int]:
-    """``live[p]``: bytes that a cut before ``forward[p]`` sends on."""
+def _of_weights(graph: Graph) -> set[str]:
+    """Values that are made of parameters alone, such as a weight from its direction and length."""
+    found = {i.name for i in graph.inputs if i.kind is InputKind.PARAM}
+    for node in graph.nodes:
+        if node.refs() and all(ref in found for ref in node.refs()):
+            found.add(node.name)
+    return found
+
+
+def _live_bytes(
+    forward: Sequence[Node], keys: Mapping[str, str], without: Collection[str] = ()
+) -> list[int]:
+    """``live[p]``: bytes that a cut before ``forward[p]`` sends on.
+
+    Args:
+        forward: Operators that may begin a block.
+        keys: As from :func:`value_keys`.
+        without: Operators whose results do not count.
+    """
     last_use: dict[str, int] = {}
     for index, node in enumerate(forward):
         for ref in node.refs():
             last_use[keys.get(ref, ref)] = index
     change = [0] * (len(forward) + 1)
     for index, node in enumerate(forward):
+        if node.name in without:
+            continue
         for place, meta in enumerate(node.metas()):
             name = f"{node.name}#{place}" if isinstance(node.meta, tuple) else node.name
             last = last_use.get(name, -1)
@@ -187,14 +206,17 @@ def _live_bytes(graph: Graph, forward: Sequence[Node], keys: Mapping[str, str]) 
 
 
 def _starts(
-    graph: Graph, forward: Sequence[Node], live: Sequence[int], forced: frozenset[str]
+    graph: Graph, forward: Sequence[Node], keys: Mapping[str, str], forced: frozenset[str]
 ) -> list[int]:
     """Indices into ``forward`` at which blocks 1, 2, ... begin."""
+    live = _live_bytes(forward, keys)
+    # where a weight is being made, nothing of the batch may be alive yet: no place for a cut
+    of_batch = _live_bytes(forward, keys, _of_weights(graph))
     anchored = _anchors(graph, forward)
     kept = {i for i, n in enumerate(forward) if i and n.name in forced}
     starts: list[int] = []
     for one_scope in (False, True):
-        eligible = _eligible(forward, live, one_scope=one_scope)
+        eligible = _eligible(forward, of_batch, one_scope=one_scope)
         starts = sorted(kept | set(_one_per_gap(forward, live, eligible, anchored)))
         if len(starts) > 1:
             break
@@ -254,11 +276,7 @@ def _shared_depth(left: str, right: str) -> int:
 
 def _anchors(graph: Graph, forward: Sequence[Node]) -> list[bool]:
     """Whether an operator makes a block worth having: it reads a weight or is heavy."""
-    weights = {i.name for i in graph.inputs if i.kind is InputKind.PARAM}
-    for node in graph.nodes:
-        refs = node.refs()
-        if refs and all(r in weights for r in refs):
-            weights.add(node.name)
+    weights = _of_weights(graph)
     result = []
     for node in forward:
         word = node.op.split(".")[1] if "." in node.op else node.op

@@ -164,7 +164,7 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
     wish, total = analysis.constraints, analysis.cluster.num_devices
     if wish.dp is not None and batch % wish.dp:
         return ConstraintError(
-            f"constraint dp={wish.dp}: does not divide the batch of {batch}; "
+            f"constraint dp={wish.dp}: does not divide {analysis.batch_words}; "
             "use a divisor, or another batch"
         )
     if wish.num_microbatches is not None:
@@ -173,7 +173,7 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
             given = f"num_microbatches={wish.num_microbatches}"
             given += f" with dp={wish.dp}" if wish.dp is not None else ""
             return ConstraintError(
-                f"constraint {given}: {parts} does not divide the batch of {batch}; "
+                f"constraint {given}: {parts} does not divide {analysis.batch_words}; "
                 "use a divisor, or another batch"
             )
         try:

@@ -359,6 +359,8 @@ def factories() -> Iterator[Case]:
     yield make_case("aten.full.default", [4, 10], 2.0, dtype=F64)
     yield make_case("aten.full.default", [], 1, dtype=F64)
     yield make_case("aten.arange.start_step", 0, 10, 1)
+    yield make_case("aten.triu_indices.default", 4, 6, 1)
+    yield make_case("aten.tril_indices.default", 4, 6)
     yield make_case("autopar.constant", [1.0, 2.0], [2], F64)
 
 

@@ -292,6 +292,7 @@ def rebuilt(graph: Graph, rules: Callable[[str], Rule | None]) -> Graph:
         renamed = replace(node, args=args, kwargs=kwargs, twin=twin)
         builder.node = renamed
         before = len(builder.nodes)
+        renamed = _with_float_operands(builder, renamed)
         rule = rules(node.op)
         value = rule(builder, renamed) if rule is not None else builder.keep(renamed)
         values[node.name] = value
@@ -302,6 +303,35 @@ def rebuilt(graph: Graph, rules: Callable[[str], Rule | None]) -> Graph:
         for o in graph.outputs
     )
     return Graph(tuple(builder.inputs), tuple(builder.nodes), outputs)
+
+
+_FLOATING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "mul.Tensor",
+        "mul.Scalar", "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode",
+        "pow.Tensor_Scalar", "pow.Scalar", "pow.Tensor_Tensor", "exp.default", "exp2.default",
+        "log.default", "log2.default", "log1p.default", "sqrt.default", "rsqrt.default",
+        "reciprocal.default", "sin.default", "cos.default", "tan.default", "tanh.default",
+        "sigmoid.default", "erf.default", "atan2.default",
+    )
+)  # fmt: skip
+"""Element-wise operators that give floats of integers, in torch's default dtype."""
+
+
+def _with_float_operands(builder: Builder, node: Node) -> Node:
+    """``node`` with integer operands cast to its float result's dtype, as torch does inside.
+
+    Said aloud, the dtype can be changed: in a program of another precision torch's default would
+    stay what it was.
+    """
+    result = node.meta
+    if node.op not in _FLOATING or not isinstance(result, TensorMeta) or not result.is_float:
+        return node
+    if any(builder.meta(Ref(name)).is_float for name in node.refs()):
+        return node
+    args, kwargs = node.map_refs(lambda name: builder.cast(Ref(name), result.dtype))
+    return replace(node, args=args, kwargs=kwargs)
 
 
 def _picked(values: dict[str, Value], node: Node) -> Value:

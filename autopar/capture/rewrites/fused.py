@@ -96,8 +96,8 @@ def split_fused_projections(graph: Graph) -> Graph:
 
 def _candidates(facts: _Facts) -> Iterator[_Fused]:
     for node in facts.graph.nodes:
-        # a gradient may be sliced too, as that of a rolled value
-        if node.op != _MM or node.name in facts.outputs or node.phase is not Phase.FORWARD:
+        # a layer on joined features mirrors the pattern: its dx is sliced, its input is a cat
+        if node.op != _MM or node.phase is not Phase.FORWARD or node.name in facts.outputs:
             continue
         source = node.refs()[1]
         turned = facts.nodes.get(source)

@@ -250,8 +250,41 @@ def _nll_backward(b: Builder, node: Node) -> Value:
     return b.view(dlogp, shape)
 
 
+def _weight_norm(b: Builder, node: Node) -> Value:
+    """``(v g / |v|, |v|)``, with the norm over every dim but one."""
+    v, g, dim = node.args
+    meta, norm_meta = b.meta(v), _meta_at(node, 1)
+    wide = norm_meta.dtype  # norms are taken in float32 at least
+    x = b.cast(v, wide)
+    squares = b.sum(b.binary("mul", x, x), _other_dims(meta, dim), keepdim=True)
+    norm = b.unary("sqrt", squares)
+    scale = b.binary("div", b.cast(g, wide), norm)
+    return b.cast(b.binary("mul", x, scale), meta.dtype), norm
+
+
+def _weight_norm_backward(b: Builder, node: Node) -> Value:
+    """``dg = sum(dw v) / |v|`` and ``dv = g / |v| (dw - v dg / |v|)``."""
+    grad, v, g, norm, dim = node.args
+    wide = b.meta(norm).dtype
+    dw, x = b.cast(grad, wide), b.cast(v, wide)
+    dot = b.sum(b.binary("mul", dw, x), _other_dims(b.meta(v), dim), keepdim=True)
+    length = b.binary("div", dot, norm)
+    along = b.binary("mul", x, b.binary("div", length, norm))
+    scale = b.binary("div", b.cast(g, wide), norm)
+    direction = b.binary("mul", b.binary("sub", dw, along), scale)
+    return b.cast(direction, b.meta(v).dtype), b.cast(length, b.meta(g).dtype)
+
+
+def _other_dims(meta: TensorMeta, dim: Arg) -> tuple[int, ...]:
+    assert isinstance(dim, int), dim
+    rank = len(meta.shape)
+    return tuple(d for d in range(rank) if d != dim % rank)
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        "aten._weight_norm_interface.default": _weight_norm,
+        "aten._weight_norm_interface_backward.default": _weight_norm_backward,
         "aten.native_dropout.default": _dropout,
         "aten.native_dropout_backward.default": _dropout_backward,
         "aten.rand.default": _rand,

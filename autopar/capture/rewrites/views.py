@@ -260,41 +260,6 @@ def _roll(b: Builder, node: Node) -> Value:
     return b.view(value, shape)
 
 
-def _index(b: Builder, node: Node) -> Value:
-    """Indexing by the whole range of each dim, in order, is a view.
-
-    Masks of model libraries are made so; as an index it would tie the batch to its global size.
-    """
-    value, indices = node.args
-    assert isinstance(indices, tuple)
-    shape = b.shape(value)
-    if len(indices) != len(shape):
-        return b.keep(node)
-    position = -1
-    for index, size in zip(indices, shape, strict=True):
-        along = _whole_range(b, index, size, len(result_shape(node)))
-        if along is None or along <= position:
-            return b.keep(node)
-        position = along
-    return b.view(value, result_shape(node))
-
-
-def _whole_range(b: Builder, index: object, size: int, rank: int) -> int | None:
-    """The result dim along which ``index`` counts 0, 1, ..., size - 1, or None."""
-    if not isinstance(index, Ref):
-        return None
-    source = b.producer(index)
-    if source is not None and source.op == "aten.view.default":
-        source = b.producer(source.args[0])
-    if source is None or source.op != "aten.arange.start_step" or source.args != (0, size, 1):
-        return None
-    sizes = b.shape(index)
-    along = [dim for dim, extent in enumerate(sizes) if extent == size]
-    if size == 1 or len(along) != 1 or b.meta(index).numel != size:
-        return None
-    return along[0] + rank - len(sizes)
-
-
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -330,6 +295,5 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.constant_pad_nd.default": _pad,
         "aten.roll.default": _roll,
-        "aten.index.Tensor": _index,
     }
 )  # fmt: skip

@@ -38,6 +38,8 @@ RULES: Mapping[str, Rule] = {
     "aten.arange.start_step": _whole,
     "aten.linspace.default": _whole,
     "aten.eye.default": _whole,
+    "aten.tril_indices.default": _whole,
+    "aten.triu_indices.default": _whole,
     "autopar.constant.default": _whole,
 }
 """Rules by operator name."""

@@ -93,3 +93,38 @@ def test_a_tangent_of_an_output_follows_the_batch() -> None:
     )
     graph = b.build()
     assert DataAxes(graph, signatures_of(graph)).batch_dims(2)["t"] == 0
+
+
+def test_a_batch_of_one_is_named_when_it_can_not_be_cut() -> None:
+    b = GraphBuilder()
+    x = b.input("x", (1, 8))
+    w = b.param("w", (8,))
+    y = b.op("y", "aten.mul.Tensor", (x, w), (1, 8))
+    z = b.op("z", "aten._softmax.default", (y, 1, False), (1, 8))
+    b.output(OutputKind.LOSS, "loss", b.op("loss", "aten.sum.dim_IntList", (z, (0, 1), False), ()))
+    graph = b.build()
+    with pytest.raises(ShardingError, match=r"a batch of 1 can't be cut into 2 micro-batches: 'x'"):
+        split_data_axes(graph, signatures_of(graph), num_microbatches=2, dp=1)
+
+
+def test_two_inputs_whose_samples_meet_in_pairs_have_a_batch_each() -> None:
+    b = GraphBuilder()
+    towers = []
+    for name in ("texts", "images"):
+        h = b.input(name, (8, 64))
+        for layer in range(6):
+            h = b.op(f"{name}{layer}", "aten.relu.default", (h,), (8, 64))
+        total = b.op(f"{name}_total", "aten.sum.dim_IntList", (h, (1,), True), (8, 1))
+        towers.append(total)
+    other = b.op("other", "aten.permute.default", (towers[1], (1, 0)), (1, 8))
+    pairs = b.op("pairs", "aten.mul.Tensor", (towers[0], other), (8, 8))
+    probability = b.op("probability", "aten._softmax.default", (pairs, 1, False), (8, 8))
+    b.output(
+        OutputKind.LOSS,
+        "loss",
+        b.op("loss", "aten.sum.dim_IntList", (probability, (0, 1), False), ()),
+    )
+    graph = b.build()
+    axes = DataAxes(graph, signatures_of(graph))
+    assert axes.batch_dims(2) == {"texts": 0, "images": 0}
+    assert axes.split(num_microbatches=1, dp=2).dp.unsplit_bytes < 8 * 64

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from autopar.ir.graph import OutputKind
 from autopar.solver.blocks import find_blocks, module_start
+from tests.graphs import GraphBuilder
 from tests.joint_graphs import residual_network
 
 
@@ -61,3 +63,24 @@ def test_module_start_is_the_first_operator_inside_the_module():
     assert module_start(graph, "layers.1") == "a1"
     assert module_start(graph, "layers.1.down") == "b1"
     assert module_start(graph, "layers.9") is None
+
+
+def test_weights_that_are_made_of_parameters_leave_the_cuts_where_they_were() -> None:
+    def network(*, made: bool) -> list[str]:
+        b = GraphBuilder()
+        x = b.input("x", (8, 4))
+        for layer in range(3):
+            w = b.param(f"w{layer}", (4, 4))
+            if made:  # a norm of 4 numbers is much less than any activation
+                norm = b.op(f"n{layer}", "aten.sum.dim_IntList", (w, (1,), True), (4, 1))
+                w = b.op(f"v{layer}", "aten.div.Tensor", (w, norm), (4, 4))
+            y = b.op(f"y{layer}", "aten.mm.default", (x, w), (8, 4), scope=f"layers.{layer}")
+            r = b.op(f"r{layer}", "aten.relu.default", (y,), (8, 4), scope=f"layers.{layer}")
+            x = b.op(f"x{layer}", "aten.add.Tensor", (x, r), (8, 4))
+        b.output(
+            OutputKind.LOSS, "loss", b.op("loss", "aten.sum.dim_IntList", (x, (0, 1), False), ())
+        )
+        return [block.forward[-1] for block in find_blocks(b.build()).blocks[:-1]]
+
+    assert network(made=True) == network(made=False)
+    assert len(network(made=True)) >= 2
