@@ -1,9 +1,9 @@
-"""The doors: ``compile``, ``verify``, checkpoints, and what the command line calls."""
+"""The public calls: planning and running, checking, checkpoints."""
 
 from __future__ import annotations
 
 from autopar.api.checkpointing import load_checkpoint, save_checkpoint
-from autopar.api.compiling import compile
-from autopar.api.verifying import verify
+from autopar.api.compiling import compile, plan
+from autopar.api.verifying import VerifyReport, verify
 
-__all__ = ["compile", "load_checkpoint", "save_checkpoint", "verify"]
+__all__ = ["VerifyReport", "compile", "load_checkpoint", "plan", "save_checkpoint", "verify"]
