@@ -162,17 +162,10 @@ def compile(  # noqa: PLR0913
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
-        cluster=_cluster(devices, given_plan, memory_limit),
-        constraints=user_constraints(constraints),
-        plan=given_plan,
-        loss=loss,
-        mode=chosen,
-        optimizer=optimizer,
-        on_unknown=on_unknown,
-        time_limit_s=time_limit_s,
-        timeout_s=timeout_s,
+        cluster=_cluster(devices, given_plan, memory_limit), plan=given_plan, given=given,
+        constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
+        on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
-        given=given,
         precision=precision_of(precision, given_plan),
     )  # fmt: skip
     if rng == "torch":

@@ -19,14 +19,8 @@ from math import prod
 from autopar.capture.rewrites.builder import Builder, Rule, Value, rebuilt
 from autopar.ir.graph import Graph, InputKind, Node, TensorMeta
 from autopar.sharding.build import signatures_of
-from autopar.sharding.propagate import (
-    DataAxes,
-    Place,
-    PlaceClasses,
-    dim_classes,
-    result_name,
-    source_of,
-)
+from autopar.sharding.dim_classes import Place, PlaceClasses, dim_classes, result_name, source_of
+from autopar.sharding.propagate import DataAxes
 from autopar.sharding.signature import Dims, OpSignature
 
 _VIEW = "aten.view.default"

@@ -20,7 +20,8 @@ from autopar.plan.types import Plan
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.placement import Shard, local_shape
 from autopar.sharding.programs import LocalPrograms
-from autopar.sharding.propagate import AxisChoices, DataAxes, DataSplits, Signatures
+from autopar.sharding.dim_classes import Signatures
+from autopar.sharding.propagate import AxisChoices, DataAxes, DataSplits
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from autopar.errors import ShardingError
 from autopar.ir.graph import Graph, InputKind, Node, Output, OutputKind
-from autopar.sharding.propagate import argument_only_values
+from autopar.sharding.dim_classes import argument_only_values
 
 VIEW_OPS = frozenset(
     {

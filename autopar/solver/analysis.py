@@ -184,6 +184,7 @@ class Analysis:
                 "forwards run before the first backward; pass loss=, or leave schedule out"
             )
 
+    @property
     def batch_words(self) -> str:
         """The batch for people: its size, and the dim that stands for it if samples are one."""
         dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
