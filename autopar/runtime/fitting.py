@@ -18,9 +18,9 @@ from autopar.errors import ShardingError
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
 from autopar.sharding.decisions import Decisions
+from autopar.sharding.dim_classes import Signatures
 from autopar.sharding.placement import Shard, local_shape
 from autopar.sharding.programs import LocalPrograms
-from autopar.sharding.dim_classes import Signatures
 from autopar.sharding.propagate import AxisChoices, DataAxes, DataSplits
 
 
