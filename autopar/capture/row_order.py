@@ -24,6 +24,7 @@ from autopar.sharding.propagate import DataAxes
 from autopar.sharding.signature import Dims, OpSignature
 
 _VIEW = "aten.view.default"
+_MAX_RANK = 64  # torch's own limit
 
 
 def with_batch_outermost(graph: Graph) -> Graph:
@@ -159,11 +160,13 @@ class _Rows:
                     row = self.alone.find((merged, dim))
                     move = _move(names, inner, other, signature, is_merge=merged == node.name)
                     size = prod(signature.sizes[f] for f in names[:inner])
-                    if node.name in rows or prefix.setdefault(row, size) != size:
+                    if node.name in rows:  # one change for each view
+                        broken |= {row, rows[node.name]}
+                    if prefix.setdefault(row, size) != size:
                         broken.add(row)
                     rows[node.name] = row
                     found[node.name] = move
-        broken |= self._broken(set(prefix), found)
+        broken |= self._broken(set(prefix), rows)
         return {name: move for name, move in found.items() if rows[name] not in broken}
 
     def _inner(self, name: str, names: tuple[str, ...], other: Dims, root: Place) -> int:
@@ -191,27 +194,35 @@ class _Rows:
                     found.unite(first.setdefault(names[0], place), place)
         return found
 
-    def _broken(self, rows: set[Place], moved: Mapping[str, _Move]) -> set[Place]:
-        """Rows whose order an operator, an input or an output depends on."""
+    def _broken(self, rows: set[Place], changed: Mapping[str, Place]) -> set[Place]:
+        """Rows whose order an operator, an input or an output depends on.
+
+        Args:
+            rows: All rows that are to be put in another order.
+            changed: View that changes for it -> its rows.
+        """
         broken = {
             row
             for name in self.fixed
-            for dim in range(8)
+            for dim in range(_MAX_RANK)
             if (row := self.alone.find((name, dim))) in rows
         }
         for node in self.graph.nodes:
-            if node.op == "getitem" or node.name in moved:
+            if node.op == "getitem":
                 continue
+            own = changed.get(node.name)
             signature = self.signatures.get(node.name)
             tied: dict[str, list[tuple[Place, tuple[str, ...]]]] = {}
             for place, names in _places(node, signature):
                 row = self.alone.find(place)
+                if row == own:
+                    continue
                 if row in rows and (len(names) != 1 or _is_ordered(signature, names[0])):
                     broken.add(row)
                 for factor in names:
                     tied.setdefault(factor, []).append((place, names))
             for group in tied.values():  # a factor that is a row here and part of a dim there
-                if any(len(names) > 1 for _, names in group):
+                if own is None and any(len(names) > 1 for _, names in group):
                     broken |= {self.alone.find(place) for place, _ in group} & rows
         return broken
 
@@ -227,7 +238,7 @@ def _places(node: Node, signature: OpSignature | None) -> list[tuple[Place, tupl
         return [
             ((name, dim), ("", ""))
             for name in (*node.refs(), *(result_name(node, i) for i in range(len(node.metas()))))
-            for dim in range(8)
+            for dim in range(_MAX_RANK)
         ]
     return [
         ((name, dim), names)
