@@ -95,7 +95,8 @@ def fit_data_axes(
                     num_microbatches=chosen,
                     dp=ranks,
                     microbatch_statistics=microbatch_statistics,
-                    experts=experts,
+                    # where each data rank computes all of the batch, it needs all experts too
+                    experts=experts if ranks > 1 else None,
                 )
             except ShardingError as error:  # samples of different micro-batches mix
                 refusal = error

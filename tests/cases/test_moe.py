@@ -349,10 +349,10 @@ def test_decisions_of_one_batch_size_carry_over_to_another() -> None:
     plan = _plan(problem, dp=2, tp=2, placements={**OVER_TP}, expert_capacity=1.5)
     half = {key: value[:4] for key, value in batch.items()}
     smaller = problem_of(model, half)
-    decisions = transfer(decisions_of(plan, problem.graph), problem.graph, smaller.graph)
+    decisions, _ = transfer(decisions_of(plan, problem.graph), problem.graph, smaller.graph)
     _, step = simulate(smaller, decisions, plan.mesh)
     assert worst_difference(step, smaller.reference())[0] <= 1
     evaluated = promote(capture(model.eval(), (), batch, train=False).graph)
-    decisions = transfer(decisions_of(plan, problem.graph), problem.graph, evaluated)
+    decisions, _ = transfer(decisions_of(plan, problem.graph), problem.graph, evaluated)
     programs = localize(evaluated, decisions, signatures_of(evaluated))
     assert _rows(programs) == {48 * 3 // 4}  # half of the slots, and of these three in four
