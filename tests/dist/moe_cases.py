@@ -59,7 +59,12 @@ def trains(name, **options):
         close(full[key].float(), value.float(), key)
     for count in (4, 3):  # three rows do not divide by two ranks
         small = {key: value[:count] for key, value in batch.items()}
-        close(model(**small).loss, twin(**small).loss, f"loss of {count} rows")
+        loss, wanted = model(**small).loss, twin(**small).loss
+        close(loss, wanted, f"loss of {count} rows")
+        loss.backward()
+        wanted.backward()
+    for key, parameter in model.named_parameters():
+        close(whole(parameter.grad), named[key].grad, f"{key} of both batches")
     model.eval(), twin.eval()
     with torch.no_grad():
         close(model(**batch).logits, twin(**batch).logits, "logits")
