@@ -95,11 +95,14 @@ def fit_data_axes(
                     num_microbatches=chosen,
                     dp=ranks,
                     microbatch_statistics=microbatch_statistics,
-                    experts=experts,
+                    experts=experts if ranks > 1 else None,
                 )
             except ShardingError as error:  # samples of different micro-batches mix
                 refusal = error
                 continue
+            if experts and ranks < dp:  # the experts rest as planned, and are gathered for use
+                kept = AxisChoices({name: Shard(dim) for name, dim in experts.items()})
+                splits = DataSplits(splits.mb, kept)
             return FittedData(splits, chosen, shares_batch=ranks == dp)
     raise refusal or ShardingError(
         f"statistics are taken per micro-batch, and {size} samples do not divide into the planned "

@@ -57,8 +57,14 @@ def trains(name, **options):
     full = model.full_state_dict()
     for key, value in twin.state_dict().items() if RANK == 0 else ():
         close(full[key].float(), value.float(), key)
-    small = {key: value[:4] for key, value in batch.items()}
-    close(model(**small).loss, twin(**small).loss, "loss of half the batch")
+    for count in (4, 3):  # three rows do not divide by two ranks
+        small = {key: value[:count] for key, value in batch.items()}
+        loss, wanted = model(**small).loss, twin(**small).loss
+        close(loss, wanted, f"loss of {count} rows")
+        loss.backward()
+        wanted.backward()
+    for key, parameter in model.named_parameters():
+        close(whole(parameter.grad), named[key].grad, f"{key} of both batches")
     model.eval(), twin.eval()
     with torch.no_grad():
         close(model(**batch).logits, twin(**batch).logits, "logits")
