@@ -50,9 +50,6 @@ REFUSALS: Mapping[str, str] = MappingProxyType(
     {
         "CLIP": r"aten\.mm\.\S+ \(modeling_clip\.py.* mixes samples",
         "ResNet": r"batch_norm \(modeling_resnet\.py.* mixes samples",
-        "Mixtral": r"\(moe\.py.* mixes samples",
-        "Qwen3-MoE": r"\(moe\.py.* mixes samples",
-        "DeepSeek-V3": r"\(moe\.py.* mixes samples",
         "wav2vec2 (time mask on)": r"modeling_wav2vec2\.py:\d+ in _compute_mask_indices",
     }
 )
@@ -104,7 +101,7 @@ class Row:
             return ""
         if found.unruled_flops_share > MAX_UNRULED_OPS or found.unruled_share > MAX_UNRULED_OPS:
             return f"without a rule: {', '.join(found.unruled[:3])}"
-        if found.whole_flops_share > MAX_WHOLE_FLOPS and not _may_repeat(self.name):
+        if found.whole_flops_share > MAX_WHOLE_FLOPS:
             return f"repeated on data ranks: {', '.join(op for op, _ in found.whole[:3])}"
         return ""
 
@@ -127,11 +124,6 @@ def make_row(name: str) -> Row:
                 row.cells[heading] = _solved(problem, devices)
     row.seconds = time.monotonic() - begin
     return row
-
-
-def _may_repeat(name: str) -> bool:
-    """Routing over rows that are sorted by expert is known to mix samples."""
-    return "moe" in REFUSALS.get(name, "")
 
 
 def _failed(error: Exception) -> Cell:
