@@ -155,7 +155,7 @@ def _constraints(
             names = list(
                 dict.fromkeys(
                     inputs[n].param
-                    for n in analysis.fixed
+                    for n in (*analysis.fixed, *analysis.experts)
                     if any(fnmatchcase(t, pattern) for t in (inputs[n].param, *inputs[n].aliases))
                 )
             )

@@ -305,6 +305,15 @@ def test_the_report_tells_the_budget() -> None:
     assert not any("experts" in text for text in _plan(problem, dp=2).assumptions)
 
 
+def test_constraints_in_force_name_the_experts_and_the_budget() -> None:
+    plan = _plan(_problem("mixtral"), dp=2, placements=OVER_DP, expert_capacity=1.5)
+    told = {(c.name, c.value): c.effect for c in plan.constraints}
+    assert told["placements", "*.experts.gate_up_proj: S(0)@dp"].startswith(
+        "2 parameters: model.layers.0.mlp.experts.gate_up_proj, "
+    )
+    assert told["expert_capacity", "1.5"].startswith("rows that a rank has room for")
+
+
 def test_a_smaller_budget_needs_less_memory() -> None:
     problem = _problem("mixtral")
     least, most = (
