@@ -254,7 +254,7 @@ def test_a_model_output_with_a_cache_keeps_its_own_class_in_evaluation():
         found, wanted = model(**batch), twin.eval()(**batch)
     assert type(found) is type(wanted)
     torch.testing.assert_close(found.logits, wanted.logits)
-    with pytest.raises(ConfigError, match="output 'past_key_values' is a DynamicCache"):
+    with pytest.raises(ConfigError, match="is a DynamicCache, which can't be taken apart"):
         found.past_key_values.get_seq_length()
 
 
