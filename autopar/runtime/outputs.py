@@ -113,7 +113,8 @@ def build_result(spec: Structure, values: Mapping[str, torch.Tensor]) -> object:
 
 
 def _has_missing(result: Mapping[object, object]) -> bool:
-    return any(isinstance(value, NotGathered) for value in result.values())
+    found = [value for value in result.values() if isinstance(value, NotGathered)]
+    return any(not value.type_name for value in found)  # what is left out raises by itself
 
 
 @cache

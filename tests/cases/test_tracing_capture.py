@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own habit
 import autopar
 from autopar.errors import CaptureError, ConfigError, InputError
 from tests.cases.eager_parity import check, found_in, problem_for, reference_of, step_of
+from tests.zoo import build
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(0, 8, (4, 4), generator=torch.Generator().manual_seed(2))
@@ -243,6 +244,18 @@ def test_a_cache_in_the_result_is_left_out_and_named_when_it_is_used():
     with pytest.raises(ConfigError, match=text):
         _ = cache.keys
     assert model(x=X, use_cache=False)[2] is None
+
+
+def test_a_model_output_with_a_cache_keeps_its_own_class_in_evaluation():
+    model, batch = build("gpt2")
+    twin = copy.deepcopy(model)
+    model = autopar.compile(model.eval(), 1, batch)
+    with torch.no_grad():
+        found, wanted = model(**batch), twin.eval()(**batch)
+    assert type(found) is type(wanted)
+    torch.testing.assert_close(found.logits, wanted.logits)
+    with pytest.raises(ConfigError, match="is a DynamicCache, which can't be taken apart"):
+        found.past_key_values.get_seq_length()
 
 
 def test_a_cache_among_the_arguments_is_refused_and_not_baked_in():
