@@ -112,8 +112,12 @@ class OpCall:
         results = [m for m in self.results if m is not None]
         if any(m.dtype == "bool" for m in results):
             return False
-        rounds = any(m is not None and m.is_float for m in sources)
-        return not (rounds and any(not m.is_float for m in results))
+        rounds = any(m is not None and _has_fractions(m) for m in sources)
+        return not (rounds and any(not _has_fractions(m) for m in results))
+
+
+def _has_fractions(meta: TensorMeta) -> bool:
+    return meta.is_float or meta.dtype.startswith("complex")
 
 
 Rule: TypeAlias = Callable[[OpCall], OpSignature | None]

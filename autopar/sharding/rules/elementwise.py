@@ -40,7 +40,7 @@ _OTHER = (
     "bitwise_or.Scalar", "bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_left_shift.Tensor",
     "bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor",
     "bitwise_right_shift.Tensor_Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-    "_prelu_kernel.default", "polar.default",
+    "_prelu_kernel.default",
 )  # fmt: skip
 """Further operators of aten, with their overload."""
 
@@ -57,6 +57,7 @@ _LINEAR: Mapping[str, Groups] = {
     "aten.positive.default": ((0,),),
     "aten.conj_physical.default": ((0,),),
     "aten.complex.default": ((0, 1),),
+    "aten.polar.default": ((0,),),
     "aten.clone.default": ((0,),),
     "aten.contiguous.default": ((0,),),
     "aten._to_copy.default": ((0,),),
