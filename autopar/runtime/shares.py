@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -142,6 +143,9 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def needed_rows(local: LocalPrograms, mesh: MeshShape, rank: int, size: int) -> tuple[int, ...]:
     """The rows of a global batch that a rank's programs read, ascending.
 
+    A batch that is not cut as planned, since it is larger or does not divide, may be read anywhere:
+    how it is cut is known when it is called with.
+
     Args:
         local: The programs in force.
         mesh: Ranks per axis.
@@ -156,7 +160,10 @@ def needed_rows(local: LocalPrograms, mesh: MeshShape, rank: int, size: int) -> 
         own = [s for s in local.user_stages.get(name, ()) if mesh.pipeline_rank(s) == pp]
         if not own:
             continue
-        layout = _row_layout(spec.layout, _batch_dim(spec))
+        dim = _batch_dim(spec)
+        if dim is not None and (size > spec.meta.shape[dim] or size % _num_blocks(spec, local)):
+            return tuple(range(size))
+        layout = _row_layout(spec.layout, dim)
         for microbatch in range(local.axis_sizes[0]):
             found.update(_rows_at(size, layout, local.axis_sizes, (microbatch, dp, tp)))
         if any(_reads(local, stage, name) for stage in own):
@@ -173,6 +180,13 @@ def _reads(local: LocalPrograms, stage: int, name: str) -> bool:
 def _batch_dim(spec: TensorSpec) -> int | None:
     """The dim that the data axes cut, or None."""
     return next((p.dim for p in spec.layout[:2] if isinstance(p, Shard)), None)
+
+
+def _num_blocks(spec: TensorSpec, local: LocalPrograms) -> int:
+    """Parts that the data axes cut the batch dim into."""
+    dim = _batch_dim(spec)
+    cuts = zip(spec.layout[:2], local.axis_sizes[:2], strict=True)
+    return prod(parts for placement, parts in cuts if placement == Shard(dim or 0))
 
 
 def _row_layout(layout: Layout, dim: int | None) -> Layout:

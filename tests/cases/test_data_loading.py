@@ -115,6 +115,8 @@ def test_each_rank_needs_the_rows_of_its_data_coordinate_in_every_microbatch():
     assert set(found[0]) >= {0, 1, 4, 5}
     assert set(found[2]) >= {2, 3, 6, 7}
     assert needed_rows(programs, mesh, 4, 8) == (), "an idle rank reads nothing"
+    assert needed_rows(programs, mesh, 2, 7) == tuple(range(7)), "how it is cut is not known yet"
+    assert needed_rows(programs, mesh, 2, 12) == tuple(range(12)), "in more micro-batches"
 
 
 def test_a_stage_that_reads_no_argument_needs_no_rows():
