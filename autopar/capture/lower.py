@@ -5,7 +5,9 @@ The result still has torch's operators as traced; :mod:`autopar.capture.normalis
 * *Arguments* are bound positionally by the operator's schema, defaults filled in; keyword-only
   arguments stay if they are not their default. Devices, layouts and memory formats are left out.
 * *Names*: inputs are ``p_``, ``b_`` or ``u_`` and the user's name with underscores, tangents
-  ``t_``; operators get their final names in normalisation.
+  ``t_``. Here operators are called as in the trace with a ``%`` before it, which no input's name
+  has (a tangent may well be ``t_1``, as a transposition is); they get their final names in
+  normalisation.
 * *Twins*: a backward operator carries the sequence number of the autograd node it came from; the
   first forward operator with that number made the autograd node. Gradient-accumulation adds
   carry a wrong number and have no twin.
@@ -50,6 +52,7 @@ from autopar.torch_compat import (
 )
 
 _PLACEMENT_ARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_OPERATOR_MARK = "%"
 _MAX_INLINE_ELEMENTS = 4096  # a larger constant becomes an input: program text stays small
 _INPUT_KINDS = {
     "param": (InputKind.PARAM, "p_"),
@@ -136,10 +139,11 @@ class _Lowering:
                 target = self.roles.output_paths[role.index]
             case _:
                 target = self._user_name(role.target)
-        name = _identifier(prefix + target)
-        known = self.inputs.get(name)
-        if known is not None and known.target != target:  # two paths that differ in punctuation
-            name = _identifier(f"{name}_{len(self.inputs)}")
+        name = wanted = _identifier(prefix + target)
+        number = len(self.inputs)
+        while name in self.inputs and self.inputs[name].target != target:
+            name = f"{wanted}_{number}"  # two paths that differ in punctuation
+            number += 1
         if name not in self.inputs:
             meta = meta_of(fx_node.meta["val"])
             trained = kind is InputKind.PARAM and target in self.roles.trainable
@@ -178,7 +182,7 @@ class _Lowering:
         backward = fx_node.meta.get("partitioner_tag") == "is_backward"
         twin = self._twin(fx_node) if backward else None
         node = Node(
-            name=fx_node.name,
+            name=f"{_OPERATOR_MARK}{fx_node.name}",
             op=op,
             args=args,
             meta=_meta(fx_node.meta.get("val")),

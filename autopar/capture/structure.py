@@ -16,6 +16,8 @@ from typing import TypeAlias
 
 import torch
 
+from autopar.errors import InputError
+
 _STATIC_TYPES = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, enum.Enum, slice, range, type, types.FunctionType,
@@ -93,6 +95,9 @@ def flatten(value: object, *, root: str = "") -> tuple[Structure, dict[str, torc
     Args:
         value: Any nesting of containers.
         root: Path of ``value`` itself if it is no container; not part of other paths.
+
+    Raises:
+        InputError: Two tensors have the same path, such as those of ``{"a.b": x, "a": {"b": y}}``.
     """
     tensors: dict[str, torch.Tensor] = {}
     path = root if children_of(value) is None else ""
@@ -101,6 +106,11 @@ def flatten(value: object, *, root: str = "") -> tuple[Structure, dict[str, torc
 
 def _flatten(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Structure:
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise InputError(
+                f"two tensors are called {path!r}: a key with a dot reads like a dict in a dict, "
+                "and 1 like '1'; give one of the keys another name"
+            )
         tensors[path] = value
         return TensorLeaf(path)
     if isinstance(value, _STATIC_TYPES):

@@ -32,7 +32,7 @@ from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
 from autopar.ir.precision import check_precision, lower_precision, widen_gradients
 from autopar.ir.precision_rules import HALVES
-from autopar.ir.verify import verify_graph
+from autopar.ir.verify import verify_graph, verify_names
 from autopar.torch_compat import (
     JointTrace,
     export_joint,
@@ -240,6 +240,7 @@ def capture(
         trace = _export(traced, fakes)
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
+    verify_names(lowered.graph, what="the traced program")
     if precision is None:  # else operands are cast
         check_dtypes(lowered.graph)
     if traced.changed:

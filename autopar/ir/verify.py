@@ -6,6 +6,25 @@ from autopar.errors import PassError
 from autopar.ir.graph import Graph, Input, Node, TensorMeta
 
 
+def verify_names(graph: Graph, *, what: str = "graph") -> None:
+    """Check that every name stands for one value and every reference for an earlier one.
+
+    Args:
+        graph: The program, in any form.
+        what: How to call it in the error.
+
+    Raises:
+        PassError: A name is defined twice, or read before it is defined.
+    """
+    seen: dict[str, Input | Node] = {}
+    for entry in graph.inputs:
+        _define(seen, entry, what)
+    for node in graph.nodes:
+        _check_reads(node, seen, what)
+        _define(seen, node, what)
+    _check_outputs(graph, seen, what)
+
+
 def verify_graph(graph: Graph, *, what: str = "graph") -> None:
     """Check that ``graph`` is well formed.
 
@@ -24,14 +43,22 @@ def verify_graph(graph: Graph, *, what: str = "graph") -> None:
     for entry in graph.inputs:
         _define(seen, entry, what)
     for node in graph.nodes:
-        for name in node.refs():
-            if name not in seen:
-                raise PassError(
-                    f"{what}: operator {node.name!r} ({node.op}) reads {name!r}, "
-                    "which no input or earlier operator defines"
-                )
+        _check_reads(node, seen, what)
         _check_meta(node, seen, what)
         _define(seen, node, what)
+    _check_outputs(graph, seen, what)
+
+
+def _check_reads(node: Node, seen: dict[str, Input | Node], what: str) -> None:
+    for name in node.refs():
+        if name not in seen:
+            raise PassError(
+                f"{what}: operator {node.name!r} ({node.op}) reads {name!r}, "
+                "which no input or earlier operator defines"
+            )
+
+
+def _check_outputs(graph: Graph, seen: dict[str, Input | Node], what: str) -> None:
     for output in graph.outputs:
         if output.value is not None and output.value.name not in seen:
             raise PassError(

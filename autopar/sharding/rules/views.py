@@ -7,8 +7,9 @@ dim splits on its outermost factor only. Dims that are cut, padded or joined are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import gcd
+from math import gcd, prod
 
+from autopar.errors import ShardingError
 from autopar.sharding.rules.call import Naming, OpCall, Rule, normal_dim
 from autopar.sharding.signature import Dims, OpSignature
 
@@ -25,10 +26,18 @@ def factorise(before: Sequence[int], after: Sequence[int], naming: Naming) -> tu
         after: Shape of the result, with as many elements.
         naming: Receives the factors.
 
+    Raises:
+        ShardingError: The numbers of elements differ.
+
     >>> naming = Naming()
     >>> factorise((8, 6), (2, 4, 6), naming)
     ((('f0', 'f1'), ('f2',)), (('f0',), ('f1',), ('f2',)))
     """
+    if prod(before) != prod(after):
+        raise ShardingError(
+            f"a view from {list(before)} to {list(after)} has {prod(before)} elements on one side "
+            f"and {prod(after)} on the other; it must keep their number"
+        )
     sides = (_Side(before, "x"), _Side(after, "y"))
     if 0 in before:
         return tuple(() for _ in before), tuple(() for _ in after)

@@ -20,7 +20,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.hashing import graph_hash
 from autopar.ir.printer import print_graph
-from autopar.ir.verify import verify_graph
+from autopar.ir.verify import verify_graph, verify_names
 
 ROW = TensorMeta((2, 3), "float32")
 GRAPH = Graph(
@@ -79,6 +79,12 @@ def test_well_formed_graph_passes():
 def test_broken_graph_is_refused_by_name(graph, text):
     with pytest.raises(PassError, match=text):
         verify_graph(graph)
+
+
+@pytest.mark.parametrize("check", [verify_graph, verify_names])
+def test_an_operator_called_like_an_input_is_refused(check):
+    with pytest.raises(PassError, match="the name 't_loss' is defined twice"):
+        check(with_node(2, name="t_loss"))
 
 
 def test_hash_ignores_source_lines_only():

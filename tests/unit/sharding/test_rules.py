@@ -80,6 +80,12 @@ def test_view_without_common_dims_shares_the_common_divisor() -> None:
     assert naming.whole == set(naming.sizes) - {"f0"}
 
 
+@pytest.mark.parametrize(("before", "after"), [((6,), (4, 6)), ((4, 6), (4, 5)), ((0,), (2,))])
+def test_a_view_that_changes_the_number_of_elements_is_refused(before, after):
+    with pytest.raises(ShardingError, match="it must keep their number"):
+        factorise(before, after, Naming())
+
+
 def test_heads_of_fused_projections() -> None:
     for shape, heads_split in (((2, 4, 4, 3, 8), True), ((2, 4, 3, 4, 8), False)):
         node = _node("aten.view.default", X, shape, meta=_meta(*shape))

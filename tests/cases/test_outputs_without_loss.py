@@ -1,0 +1,122 @@
+"""Models that return tensors and no loss: what follows outside, and which gradients it gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture.tracing import capture
+from autopar.errors import InputError
+from autopar.ir.verify import verify_names
+
+
+class Heads(nn.Module):
+    """Two heads on one input; ``form`` makes the result of both."""
+
+    def __init__(self, form, width=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.form = nn.Linear(6, 6), nn.Linear(6, width), form
+
+    def forward(self, x):
+        return self.form(self.a(x), self.b(x))
+
+
+FORMS = {
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"t": a, "t_1": b},
+    "nested": lambda a, b: (a, {"mm": [b.mean()]}),
+    "sums": lambda a, b: (a, b.sum(0)),
+}
+
+
+def batch(rows=6):
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1))
+
+
+def parts(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    children = result.values() if isinstance(result, dict) else result
+    return [tensor for child in children for tensor in parts(child)]
+
+
+def compiled(model, *inputs):
+    return autopar.compile(copy.deepcopy(model), devices=1, inputs=inputs)
+
+
+def gradients(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return found
+
+
+def assert_same_gradients(model, twin):
+    wanted = gradients(twin)
+    for name, grad in gradients(model).items():
+        assert (grad is None) == (wanted[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad, wanted[name], msg=name)
+
+
+@pytest.mark.parametrize("rows", [4, 6])  # 6: a wrong operand would have a fitting shape
+@pytest.mark.parametrize("width", [2, 6])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_several_outputs_equal_eager(form, width, rows):
+    twin, x = Heads(FORMS[form], width), batch(rows)
+    model = compiled(twin, x)
+    for net in (model, twin):
+        first, second = parts(net(x))
+        (first.square().mean() + 3 * second.square().sum()).backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_two_heads_are_the_same_on_two_devices(mesh):
+    assert autopar.verify(Heads(FORMS["tuple"]), 2, (batch(),), **mesh).num_tensors
+
+
+class Named(nn.Module):
+    """Parameters, inputs and outputs called like operators and like one another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.a_b = nn.Module(), nn.Module()
+        self.a.register_parameter("b_c", nn.Parameter(torch.randn(6, 6)))
+        self.a_b.register_parameter("c", nn.Parameter(torch.randn(6, 6)))
+        self.register_parameter("a_b_c_3", nn.Parameter(torch.randn(6, 6)))
+        self.register_parameter("x", nn.Parameter(torch.randn(6)))
+
+    def forward(self, x, t_1, p_x):
+        h = x["a_b"] @ self.a.b_c.t() @ self.a_b.c.t() @ self.a_b_c_3.t() * self.x
+        return {"t": h * p_x, "t_1": h + x["a"]["b"], "x-y": t_1 * h, "x.y": h.relu()}
+
+
+def test_names_that_meet_stay_apart():
+    twin = Named()
+    torch.manual_seed(1)
+    x = {"a_b": torch.randn(6, 6), "a": {"b": torch.randn(6, 6)}}
+    others = torch.randn(6, 6), torch.randn(6, 6)
+    graph = capture(twin, (x, *others)).graph
+    verify_names(graph)
+    assert len({(i.kind, i.target) for i in graph.inputs}) == len(graph.inputs) == 12
+    model = compiled(twin, x, *others)
+    for net in (model, twin):
+        sum(i * v.square().mean() for i, v in enumerate(net(x, *others).values(), 1)).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_two_tensors_of_one_path_are_refused():
+    class Nested(nn.Linear):
+        def forward(self, x):
+            return super().forward(x["a.b"] + x["a"]["b"]).mean()
+
+    with pytest.raises(InputError, match=r"two tensors are called 'x\.a\.b'"):
+        compiled(Nested(6, 6), {"a.b": batch(), "a": {"b": batch()}})
