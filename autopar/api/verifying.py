@@ -319,12 +319,11 @@ def _run_eagerly(
                 expected[f"mutation {name}"] = buffer.detach()
         if not captured.training:
             return expected
-        if value is None:
-            sums = [t.sum() for t in tensors.values() if t.requires_grad]
-            if not sums:  # nothing in the result depends on a parameter
-                return expected
-            value = torch.stack(sums).sum()
-        torch.autograd.backward(value)
+        results = [t for t in tensors.values() if t.requires_grad] if value is None else [value]
+        if not results:  # nothing in the result depends on a parameter
+            return expected
+        # given explicitly: torch makes none for complex results
+        torch.autograd.backward(results, [torch.ones_like(t) for t in results])
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             expected[f"gradient of {name}"] = parameter.grad

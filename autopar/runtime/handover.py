@@ -20,8 +20,12 @@ Gradients = tuple[torch.Tensor | None, ...]
 class StepInFlight(Protocol):
     """A step between its call and its backward."""
 
-    def hand_over(self, tangents: Sequence[torch.Tensor]) -> Gradients:
-        """Gradients of the trained parameters, once; ``tangents`` are those of the results."""
+    def hand_over(self, tangents: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of the trained parameters, once.
+
+        Args:
+            tangents: Those of the results; None for one that nothing was differentiated by.
+        """
         ...
 
 
@@ -37,13 +41,14 @@ class _Step(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.step = step  # type: ignore[attr-defined]  # contexts take attributes
+        ctx.set_materialize_grads(False)  # an output that was not used is not one with zeros
         # loops scale a loss in place, which torch forbids on a view; of a large output no copy is
         # made, and writing to it raises
         return tuple(v.clone() if v.dim() == 0 else v.view_as(v) for v in values)
 
     @staticmethod
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor
+        ctx: torch.autograd.function.FunctionCtx, *tangents: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ConfigError(
@@ -105,7 +110,7 @@ def close(value: torch.Tensor, path: str, *, inference: bool = False) -> torch.T
         path: Its path, for the message.
         inference: Whether the model was compiled for inference.
     """
-    if not value.is_floating_point():
+    if not (value.is_floating_point() or value.is_complex()):
         return value
     anchor = torch.zeros((), requires_grad=True)
     closed: torch.Tensor = _Closed.apply(  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from autopar.runtime.finish import finish, share_outputs
 from autopar.runtime.handover import Gradients, as_functions, close
 from autopar.runtime.outputs import build_result
 from autopar.runtime.step import RankStep
+from autopar.runtime.tangents import differentiable_outputs, reached_parameters
 from autopar.runtime.variants import Variant
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class ModelStep:
             closed = {path: close(value, path) for path, value in outputs.items()}
             self._release()
             return self._result({**closed, **dict(zip(paths, results, strict=True))})
-        self._differentiable = tuple(p for p, v in outputs.items() if v.is_floating_point())
+        takes = set(differentiable_outputs(captured.graph))
+        self._differentiable = tuple(path for path in outputs if path in takes)
         values = tuple(outputs[path] for path in self._differentiable)
         results = as_functions(self, values, parameters)
         return self._result({**outputs, **dict(zip(self._differentiable, results, strict=True))})
@@ -138,8 +140,8 @@ class ModelStep:
             self._tensors = None
 
     # ------------------------------------------------------------ gradients
-    def hand_over(self, tangents: Sequence[torch.Tensor]) -> Gradients:
-        """Gradients of the trained parameters, once.
+    def hand_over(self, tangents: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of the trained parameters, once; None for those that nothing reaches.
 
         Raises:
             ConfigError: They were handed over before.
@@ -150,7 +152,9 @@ class ModelStep:
                 "gradients (retain_graph has no effect on a compiled model)"
             )
         if self._variant.captured.has_loss:
-            found = self._scaled(tangents[0])
+            (tangent,) = tangents
+            assert tangent is not None, "the only result was differentiated"
+            found = self._scaled(tangent)
         else:
             found = self._run_backward(tangents)
         self._gradients = None
@@ -177,15 +181,18 @@ class ModelStep:
         self._used_tangent = tangent
         self._compute()
 
-    def _run_backward(self, tangents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run_backward(self, tangents: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         step = self._running
         if step is None:
             return {}
-        step.inputs.tangents = dict(zip(self._differentiable, tangents, strict=True))
+        pairs = zip(self._differentiable, tangents, strict=True)
+        given = {path: tangent for path, tangent in pairs if tangent is not None}
+        step.inputs.tangents = given
         self._session.drive(step.run(self._later))
         self._session.drive(finish(step))
         self._running, self._later = None, ()
-        return _own_gradients(step)
+        reached = reached_parameters(self._variant.captured.graph, given)
+        return {name: g for name, g in _own_gradients(step).items() if name in reached}
 
 
 def _own_gradients(step: RankStep) -> dict[str, torch.Tensor]:

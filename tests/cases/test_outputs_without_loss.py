@@ -120,3 +120,85 @@ def test_two_tensors_of_one_path_are_refused():
 
     with pytest.raises(InputError, match=r"two tensors are called 'x\.a\.b'"):
         compiled(Nested(6, 6), {"a.b": batch(), "a": {"b": batch()}})
+
+
+def weights(model):
+    return model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_unused_output_gives_no_gradient_and_no_weight_decay(form, used):
+    twin, x = Heads(FORMS[form]), batch()
+    model = compiled(twin, x)
+    for net in (model, twin):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parts(net(x))[used].square().mean().backward()
+            optimizer.step()
+    assert sum(grad is None for grad in gradients(model).values()) == 2
+    assert_same_gradients(model, twin)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, weights(twin)[name], msg=name)
+
+
+class Trunk(nn.Module):
+    """A shared layer, two heads, a tied weight, and an output that needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.qkv, self.b = nn.Linear(6, 6), nn.Linear(6, 18), nn.Linear(6, 6)
+        self.tied, self.unused = nn.Linear(6, 6, bias=False), nn.Linear(2, 2)
+        self.tied.weight = self.b.weight
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        q, k, v = self.qkv(h).split(6, -1)
+        return {"q": q * k, "v": v, "b": self.b(x), "tied": self.tied(h), "x": x * 2}
+
+
+@pytest.mark.parametrize("used", [("q",), ("v",), ("b",), ("tied",), ("b", "v"), ("q", "tied")])
+def test_a_gradient_reaches_what_eager_says_it_reaches(used):
+    twin, x = Trunk(), batch()
+    model = compiled(twin, x)
+    for net in (model, twin):
+        result = net(x)
+        assert not result["x"].requires_grad
+        sum(result[key].square().mean() for key in used).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_a_gradient_that_no_output_reaches_any_more_is_left_as_it_was():
+    twin, x = Heads(FORMS["tuple"]), batch()
+    model = compiled(twin, x)
+    for net in (model, twin):
+        sum(out.mean() for out in net(x)).backward()
+        net(x)[0].square().mean().backward()
+    assert_same_gradients(model, twin)
+
+
+class Complex(nn.Module):
+    """One complex output, and a real one of another layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.re, self.im, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return {"z": torch.complex(self.re(x), self.im(x)), "c": self.c(x)}
+
+
+def test_a_complex_output_is_differentiated_like_eager():
+    twin, x = Complex(), batch()
+    model = compiled(twin, x)
+    for net in (model, twin):
+        (net(x)["z"] * (1 + 2j)).abs().sum().backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_a_complex_output_is_the_same_on_two_devices(mesh):
+    assert autopar.verify(Complex(), 2, (batch(),), **mesh).num_tensors
