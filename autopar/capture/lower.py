@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NoReturn
 
 import torch
 
@@ -259,7 +260,18 @@ class _Lowering:
                 return Output(OutputKind.GRAD, name, ref) if name in self.roles.trainable else None
             case "buffer_mutation" | "param_mutation":
                 return Output(OutputKind.MUTATION, self._user_name(role.target), ref)
+            case "user_mutation":
+                self._refuse_change(role, ref)
         return None
+
+    def _refuse_change(self, role: TracedOutput, ref: Ref | None) -> NoReturn:
+        sources = [n.source for n in self.nodes if ref is not None and n.name == ref.name]
+        raise CaptureError(
+            f"the model changes its input {self.roles.user_paths[role.index]!r} in place at "
+            f"{next(filter(None, sources), 'an unknown line')}; a compiled model leaves the "
+            "caller's tensors as they are: work on a copy, x = x.clone(), or use the operator "
+            "without the underscore"
+        )
 
 
 def check_strided(fx_node: torch.fx.Node, op: str) -> None:

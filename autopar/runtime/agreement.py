@@ -139,6 +139,8 @@ def _origins(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, str]:
             facts[f"the batch of the share in input {path!r}"] = origin.batch
         else:
             facts[f"the form of input {path!r}"] = "a global batch"
+            wish = "on" if tensor.requires_grad and torch.is_grad_enabled() else "off"
+            facts[f"the wish for a gradient of input {path!r}"] = wish
     return facts
 
 

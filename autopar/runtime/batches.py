@@ -117,6 +117,28 @@ def check_device(
             )
 
 
+def check_takes_no_gradient(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that wait for a gradient: a compiled model gives its parameters alone one.
+
+    Args:
+        tensors: The call's tensors by path, in a call whose result can be differentiated.
+
+    Raises:
+        InputError: Names those that require a gradient.
+    """
+    found = [path for path, tensor in tensors.items() if tensor.requires_grad]
+    if not found:
+        return
+    makers = (tensors[path].grad_fn for path in found)
+    made = next((f", made by {maker.name()}" for maker in makers if maker is not None), "")
+    raise InputError(
+        f"input {', '.join(map(repr, found))} requires a gradient{made}, and a compiled model "
+        "gives gradients to its own parameters alone: what was computed before it would not be "
+        "trained; compile one module that holds both, or pass .detach() of the tensor, or call "
+        "under torch.no_grad()"
+    )
+
+
 def changed_inputs(
     tensors: Mapping[str, torch.Tensor], captured: Mapping[str, TensorMeta]
 ) -> tuple[str, ...]:

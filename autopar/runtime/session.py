@@ -29,6 +29,7 @@ from autopar.runtime.batches import (
     changed_inputs,
     check_batch,
     check_device,
+    check_takes_no_gradient,
 )
 from autopar.runtime.clipping import GradientNorm, route_clipping
 from autopar.runtime.driving import Driver
@@ -168,6 +169,8 @@ class Session:
                 self._guard.share_groups()
         if difference:
             raise InputError(f"step {self.step + 1}: {difference}")
+        if backward and self.options.mode == "train":
+            check_takes_no_gradient(tensors)
         check_origin(tensors, plan=self.plan_hash, rank=self.place.rank)
         variant = self._variant(model, call, backward=backward, with_loss=with_loss)
         self._check_values(variant, tensors)

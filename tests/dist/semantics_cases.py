@@ -126,6 +126,50 @@ def a_loss_divided_outside_the_model_has_the_gradients_of_one_device():
         same_gradients(model, twin)
 
 
+class TwoHeads(nn.Module):
+    """Two outputs of layers of their own, without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        return self.first(h), self.second(h)
+
+
+def a_head_that_is_not_used_has_no_gradient_on_any_rank():
+    x = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}
+    for mesh in MESHES:
+        for used, unused in ((0, "second"), (1, "first")):
+            model, twin = compiled(TwoHeads(), mesh, x)
+            for net in (model, twin):
+                optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    net(**x)[used].square().mean().backward()
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                    optimizer.step()
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad is None) == name.startswith(unused), name
+            found = model.full_state_dict()
+            for name, value in found.items():
+                torch.testing.assert_close(value, twin.state_dict()[name], msg=name)
+
+
+def an_input_that_requires_a_gradient_is_refused_on_every_rank():
+    x = {"x": torch.ones(8, 8)}
+    for mesh in MESHES:
+        model, _ = compiled(TwoHeads(), mesh, x)
+        made = {"x": x["x"].clone().requires_grad_() * 2}
+        refuses(InputError, "input 'x' requires a gradient, made by Mul", lambda m=model: m(**made))
+        one = {"x": x["x"].clone().requires_grad_(RANK == 1)}
+        text = "the wish for a gradient of input 'x' is on on rank 1, off on rank 0"
+        refuses(InputError, text, lambda m=model: m(**one))
+        model(**x)[0].sum().backward()
+
+
 def replicated_parameters_stay_equal_bit_for_bit():
     """Sequence-split norms (and dropout) over five steps of Adam; one device is followed too."""
     batch = batch_of()
@@ -274,6 +318,8 @@ ALL = (
     gradients_accumulate_over_calls_and_are_added_to_what_was_there,
     a_mean_over_labels_is_exact_where_a_rank_has_none,
     a_loss_divided_outside_the_model_has_the_gradients_of_one_device,
+    a_head_that_is_not_used_has_no_gradient_on_any_rank,
+    an_input_that_requires_a_gradient_is_refused_on_every_rank,
     a_mask_is_the_same_under_every_plan_and_another_in_the_next_step,
     replicated_parameters_stay_equal_bit_for_bit,
     evaluation_equals_eager_keeps_nothing_and_training_goes_on,
@@ -283,7 +329,7 @@ ALL = (
     a_decision_by_value_is_refused_with_its_line_on_every_rank,
     nested_arguments_equal_eager_and_a_wrong_one_is_named_by_its_path,
 )
-FACTS = {2: ALL, 4: ALL[:5]}
+FACTS = {2: ALL, 4: ALL[:7]}
 """Facts by the number of ranks that look for them; four are for what two can't show."""
 
 

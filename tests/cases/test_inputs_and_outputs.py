@@ -1,4 +1,4 @@
-"""Models that return tensors and no loss: what follows outside, and which gradients it gives."""
+"""What goes into a model and comes out of it: results without a loss, names, inputs that change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.tracing import capture
-from autopar.errors import InputError
+from autopar.errors import CaptureError, ConfigError, InputError
 from autopar.ir.verify import verify_names
 
 
@@ -202,3 +202,79 @@ def test_a_complex_output_is_differentiated_like_eager():
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_a_complex_output_is_the_same_on_two_devices(mesh):
     assert autopar.verify(Complex(), 2, (batch(),), **mesh).num_tensors
+
+
+# -- what comes in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made_by", ["", "AddmmBackward0", "SplitBackward0"])
+def test_an_input_that_requires_a_gradient_is_refused_by_name(made_by):
+    model = compiled(Heads(FORMS["sums"]), batch())
+    given = {
+        "": lambda: batch().requires_grad_(),
+        "AddmmBackward0": lambda: nn.Linear(3, 6)(torch.ones(6, 3)),
+        "SplitBackward0": lambda: nn.Linear(3, 12)(torch.ones(6, 3)).split(6, -1)[0],
+    }[made_by]()
+    by = f", made by {made_by}" if made_by else ""
+    with pytest.raises(InputError, match=f"input 'x' requires a gradient{by}, and a compiled"):
+        model(given)
+    with torch.no_grad():  # nothing is lost
+        outside = model(given)
+    model(given.detach())[0].sum().backward()
+    torch.testing.assert_close(outside, Heads(FORMS["sums"])(given), check_stride=False)
+
+
+def test_an_inference_plan_takes_an_input_that_requires_a_gradient():
+    twin = Heads(FORMS["tuple"])
+    model = autopar.compile(copy.deepcopy(twin), devices=1, inputs=(batch(),), mode="inference")
+    given = batch().requires_grad_()
+    torch.testing.assert_close(model(given)[0].detach(), twin(given)[0].detach())
+    with pytest.raises(ConfigError, match="compiled with mode='inference'"):
+        model(given)[0].sum().backward()
+
+
+def _doubled(x):
+    return x.mul_(2)
+
+
+def _masked(x):
+    x[x < 0] = 0
+    return x
+
+
+def _through_a_view(x):
+    x.detach().view(-1)[3:].zero_()
+    return x
+
+
+def _reshaped(x):
+    return x.unsqueeze_(0)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("change", [_doubled, _masked, _through_a_view, _reshaped])
+def test_a_forward_that_changes_its_input_in_place_is_refused_with_its_line(change, train):
+    class Changing(nn.Linear):
+        def forward(self, first, batch):
+            return super().forward(change(batch["x"]) + first).mean()
+
+    inputs = batch(), {"x": batch()}
+    mode = "train" if train else "inference"
+    text = rf"changes its input 'batch\.x' in place at test_inputs.*py:\d+ in {change.__name__};"
+    with pytest.raises(CaptureError, match=text):
+        autopar.compile(Changing(6, 6), devices=1, inputs=inputs, mode=mode)
+    torch.testing.assert_close(inputs[1]["x"], batch(), rtol=0, atol=0)
+
+
+def test_a_forward_that_changes_a_copy_of_its_input_in_place_is_taken():
+    class Copying(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.clone().mul_(2)).square().mean()
+
+    twin, x = Copying(6, 6), batch()
+    model = compiled(twin, x)
+    for net in (model, twin):
+        for _ in range(2):
+            net(x).backward()
+    assert_same_gradients(model, twin)
+    torch.testing.assert_close(x, batch(), rtol=0, atol=0)
