@@ -27,7 +27,8 @@ class ConstraintOptions(TypedDict, total=False):
         virtual: Stages per pipeline rank.
         num_microbatches: Micro-batches per step.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
-        zero: ZeRO level, 0 to 3.
+        zero: ZeRO level, 0 to 3; from 1 on there are 2 data ranks or more, since it splits over
+            them.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
         placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``, or
             ``"S(dim)@dp"`` for experts that are split over ``dp``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import ceil
+from math import ceil, prod
 
 from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.graph import Graph, Input, InputKind
@@ -120,6 +120,7 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
             f"constraints {given}: need {product} devices, the cluster has {num_devices}; "
             "lower one of them"
         )
+    _check_zero(constraints, num_devices)
     parameter_placements(graph, constraints.placements, constraints.tp)
     _check_experts(graph, constraints)
     scopes = {n.scope for n in graph.nodes if n.scope}
@@ -132,6 +133,27 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
                     f"constraint recompute: {pattern!r} names no module that runs; "
                     f"modules are such as {_examples(scopes)}"
                 )
+
+
+def _check_zero(constraints: Constraints, num_devices: int) -> None:
+    """ZeRO splits over data ranks; with one of them it would be dropped."""
+    if not constraints.zero:
+        return
+    given = f"zero={constraints.zero}"
+    if constraints.dp == 1:
+        raise ConstraintError(
+            f"constraints {given} and dp=1: ZeRO splits over data ranks, and there is one; use "
+            "dp=2 or more, or leave zero out"
+        )
+    others = {n: value for n in ("tp", "pp") if (value := getattr(constraints, n)) is not None}
+    taken = prod(others.values())
+    if 2 * taken > num_devices:
+        words = "".join(f", {n}={value}" for n, value in others.items())
+        raise ConstraintError(
+            f"constraint{'s' if others else ''} {given}{words}: ZeRO splits over 2 data ranks or "
+            f"more, which need {2 * taken} devices, and the cluster has {num_devices}; leave zero "
+            "out, or use more devices"
+        )
 
 
 def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
