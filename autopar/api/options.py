@@ -182,7 +182,14 @@ def as_call(
     A mapping is keyword arguments (``model(**batch)``), a tuple or list positional ones
     (``model(*batch)``), anything else the only argument (``model(batch)``). ``args`` are positional
     arguments beside a mapping.
+
+    Raises:
+        ConfigError: ``args`` is no list, or goes with ``inputs`` that is no mapping.
     """
+    if args is not None and not isinstance(args, list | tuple):
+        raise ConfigError(
+            f"args={args!r} is a {type(args).__name__}; give the positional arguments in a list"
+        )
     positional = tuple(args or ())
     if isinstance(inputs, Mapping):
         return positional, {str(key): value for key, value in inputs.items()}

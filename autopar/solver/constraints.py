@@ -16,6 +16,7 @@ from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.graph import Graph, Input, InputKind
 from autopar.plan.types import AppliedConstraint, ScheduleKind
 from autopar.sharding.placement import Placement, R, Shard, parse_placement, shard_size
+from autopar.sharding.routing import ROUTE
 
 _OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
@@ -259,6 +260,11 @@ def _matched(graph: Graph, pattern: str) -> list[Input]:
 
 def _check_experts(graph: Graph, constraints: Constraints) -> None:
     """Experts over ``dp`` need ranks there, and no other placement."""
+    if constraints.expert_capacity is not None and not any(n.op == ROUTE for n in graph.nodes):
+        raise ConstraintError(
+            f"constraint expert_capacity={constraints.expert_capacity}: the model has no experts "
+            "that are told apart; leave it out"
+        )
     experts = parameter_experts(graph, constraints.placements)
     if experts and constraints.dp == 1:
         pattern = next(p for p, text in constraints.placements.items() if text.endswith(_OVER_DP))
