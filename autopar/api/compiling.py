@@ -141,8 +141,7 @@ def compile(  # noqa: PLR0913
             call then equals eager bit for bit.
         mode: ``"train"``, or ``"inference"``: a plan of forwards only, with no memory for
             gradients and optimizer. Left out: that of ``plan``, else ``"train"``.
-        state_dict: Whole tensors by name for the model's own, all of them; or a path, of
-            safetensors files.
+        state_dict: Whole tensors for all of the model's own, by name; or a safetensors directory.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         timeout_s: How long a step may last, other ranks' loading and saving included, before all

@@ -32,8 +32,8 @@ def register_op(
         ConfigError: torch knows no such operator.
         ShardingError: The rule is malformed, or ``op`` is no name.
     """
-    if isinstance(op, str) and "." in op.replace("::", "."):
-        _check_known(op)
+    if "." in str(op).replace("::", "."):  # what is no name at all is refused below
+        _check_known(str(op))
     rules.register_op(op, text, linear=linear, padded=padded)
 
 

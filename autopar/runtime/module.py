@@ -201,7 +201,8 @@ class CompiledModule(torch.nn.Module):
             ConfigError: Names or shapes are not the model's, or a value is no tensor.
         """
         state = state_of(self)
-        for name, value in state_dict.items():
+        given: Mapping[str, object] = state_dict
+        for name, value in given.items():
             if not isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE):
                 raise ConfigError(
                     f"load_state_dict: {name!r} is a {type(value).__name__}; give a dict of tensors"

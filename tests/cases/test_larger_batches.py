@@ -22,9 +22,7 @@ def joined(batch: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor
 def whole_batch_plan() -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     twin, batch = SmallGPT(), tokens(4)
-    model = autopar.compile(
-        copy.deepcopy(twin), 1, batch, num_microbatches=1, outputs=["logits"]
-    )
+    model = autopar.compile(copy.deepcopy(twin), 1, batch, num_microbatches=1, outputs=["logits"])
     return model, twin, batch
 
 

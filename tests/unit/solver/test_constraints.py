@@ -105,7 +105,11 @@ def test_what_is_in_force_is_listed_with_its_origin():
 @pytest.mark.parametrize(
     ("given", "devices", "match"),
     [
-        ({"zero": 3, "dp": 1}, 8, r"zero=3 and dp=1: ZeRO splits over data ranks, and there is one"),
+        (
+            {"zero": 3, "dp": 1},
+            8,
+            r"zero=3 and dp=1: ZeRO splits over data ranks, and there is one",
+        ),
         ({"zero": 1, "tp": 2}, 2, r"zero=1, tp=2: .* need 4 devices, and the cluster has 2"),
         ({"zero": 2, "tp": 2, "pp": 2}, 6, r"tp=2, pp=2: .* need 8 devices, and .* has 6"),
         ({"zero": 3}, 1, r"constraint zero=3: ZeRO splits over 2 data ranks or more, .* has 1"),
