@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         as_one_worker,
         compile,
         load_checkpoint,
+        register_op,
         save_checkpoint,
         shard_loader,
         verify,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     )
     from autopar.plan.io import load_plan, plan_hash, save_plan
     from autopar.plan.types import Plan
-    from autopar.sharding.rules import register_op
 
 __version__ = "0.1.0"
 
@@ -79,6 +79,7 @@ _HOMES = {
         "as_one_worker",
         "compile",
         "load_checkpoint",
+        "register_op",
         "save_checkpoint",
         "shard_loader",
         "verify",
@@ -86,7 +87,6 @@ _HOMES = {
     "autopar.cluster": ("Cluster",),
     "autopar.plan.io": ("load_plan", "plan_hash", "save_plan"),
     "autopar.plan.types": ("Plan",),
-    "autopar.sharding.rules": ("register_op",),
     "autopar.errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.units import format_bytes
+
 
 class AutoparError(Exception):
     """Base class of every deliberate error."""
@@ -90,7 +92,11 @@ class Shortfall:
 
     def __str__(self) -> str:
         """One line: what, both numbers, remedy."""
-        needed, available = (f"{n:,.0f} {self.unit}" for n in (self.needed, self.available))
+        is_memory = self.unit == "bytes"
+        needed, available = (
+            format_bytes(n) if is_memory else f"{n:,.0f} {self.unit}"
+            for n in (self.needed, self.available)
+        )
         return f"{self.what}: needs {needed}, has {available}; {self.remedy}"
 
 

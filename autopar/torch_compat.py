@@ -508,6 +508,14 @@ def no_value_checks() -> Iterator[None]:
         kind.set_default_validate_args(before)
 
 
+def operator_names() -> frozenset[str]:
+    """Names of all operators that are defined by now, ``"aten::add.Tensor"``."""
+    import torch
+
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return frozenset(names)
+
+
 def watch_unscaling(observer: Any) -> Any:
     """Call ``observer(optimizer, found)`` after a scaler looked at an optimizer's gradients.
 

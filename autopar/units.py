@@ -68,6 +68,20 @@ def format_bytes(amount_bytes: float) -> str:
     return f"{amount_bytes:.0f} B"
 
 
+def round_up_bytes(amount_bytes: int) -> int:
+    """The least amount not below ``amount_bytes`` that :func:`format_bytes` shows as it is.
+
+    >>> shown = round_up_bytes(3 * GIB // 2 + 1)
+    >>> format_bytes(shown), parse_bytes(format_bytes(shown)) >= shown
+    ('1.51 GiB', True)
+    """
+    for size in (TIB, GIB, MIB, KIB):
+        if amount_bytes >= size:
+            hundredths = -(-amount_bytes * 100 // size)
+            return int(hundredths / 100 * size)
+    return amount_bytes
+
+
 def format_time(time_s: float) -> str:
     """Text of a duration.
 

@@ -6,6 +6,7 @@ from autopar.api.checkpointing import load_checkpoint, save_checkpoint
 from autopar.api.compiling import compile, plan
 from autopar.api.hugging_face import TrainerMixin, as_one_worker
 from autopar.api.loading import shard_loader
+from autopar.api.operators import register_op
 from autopar.api.verifying import VerifyReport, verify
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "compile",
     "load_checkpoint",
     "plan",
+    "register_op",
     "save_checkpoint",
     "shard_loader",
     "verify",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import ConfigError, PlanError
+from autopar.errors import ConfigError, InputError, PlanError
 from autopar.ir.precision import check_precision
 from autopar.plan.types import Plan
 from autopar.runtime.module import is_compiled
@@ -38,6 +38,7 @@ def check_kinds(
     seed: object,
     given: object,
     limits_s: tuple[object, object],
+    optimizer: object = "adamw",
 ) -> None:
     """Refuse arguments of another kind: they would be misread, or fail late and unclearly."""
     for name, value, fits, wanted in (
@@ -51,6 +52,16 @@ def check_kinds(
     ):
         if value is not None and not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+    if not isinstance(optimizer, str):
+        raise ConfigError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; give the kind that memory "
+            "is kept for, such as 'adamw', or 'none'"
+        )
+    for key, value in given.items() if isinstance(given, dict) else ():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"state_dict: {key!r} is a {type(value).__name__}; give a dict of tensors"
+            )
     if loss is not None and outputs:
         raise ConfigError(
             f"outputs={outputs!r}: with loss= a call returns the loss alone; leave one of the two "
@@ -101,16 +112,40 @@ def precision_of(wanted: str | None, plan: Plan | None) -> str | None:
 
 
 def check_names(model: torch.nn.Module, given: Mapping[str, torch.Tensor] | None) -> None:
-    """Refuse a state dict with names that the model has not: it is another model's."""
+    """Refuse a state dict of other names than the model's, as a strict load does.
+
+    Tied tensors need one of their names, buffers that are not saved none.
+    """
+    if given is None:
+        return
     own = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    unknown = [name for name in given or {} if name not in own]
+    unknown = [name for name in given if name not in own]
     if unknown:
         raise ConfigError(
-            f"state_dict: {len(unknown)} of {len(given or {})} names are unknown to "
+            f"state_dict: {len(unknown)} of {len(given)} names are unknown to "
             f"{type(model).__name__}, the first is {unknown[0]!r}; the model's are such as "
             f"{', '.join(map(repr, list(own)[:3]))}; leave the others out"
         )
+    covered = {id(own[name]) for name in given}
+    saved = [name for name in model.state_dict(keep_vars=True) if name in own]
+    missing = [name for name in saved if id(own[name]) not in covered]
+    if missing:
+        raise ConfigError(
+            f"state_dict: {len(missing)} of {len(saved)} names of {type(model).__name__} are "
+            f"missing, the first is {missing[0]!r}; give the whole state dict of this model, or "
+            "load the part into the model before autopar.compile()"
+        )
+
+
+def check_inputs(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a first call without rows: nothing could be split or priced."""
+    for path, tensor in tensors.items():
+        if tensor.dim() and not tensor.shape[0]:
+            raise InputError(
+                f"input {path!r} has shape {tuple(tensor.shape)}, which is empty; give one global "
+                "batch of the size that is trained"
+            )
 
 
 def _are_texts(value: object) -> bool:

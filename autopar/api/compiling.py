@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from autopar.api.arguments import (
     check_arguments,
+    check_inputs,
     check_kinds,
     check_names,
     check_word,
@@ -140,7 +141,7 @@ def compile(  # noqa: PLR0913
             call then equals eager bit for bit.
         mode: ``"train"``, or ``"inference"``: a plan of forwards only, with no memory for
             gradients and optimizer. Left out: that of ``plan``, else ``"train"``.
-        state_dict: Whole tensors by name for the model's own; or a path, of safetensors files.
+        state_dict: Whole tensors for all of the model's own, by name; or a safetensors directory.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         timeout_s: How long a step may last, other ranks' loading and saving included, before all
@@ -157,7 +158,7 @@ def compile(  # noqa: PLR0913
     """
     check_arguments(model, on_unknown)
     given = opened(state_dict)
-    check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s))
+    check_kinds(loss, plan, outputs, seed, given, (time_limit_s, timeout_s), optimizer)
     check_word("rng", rng, _GENERATORS)
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
@@ -344,6 +345,7 @@ def capture_call(
         if _BATCH not in inspect.signature(model.forward).parameters:
             del named[_BATCH]
     call = bind_call(model, positional, named, batch=batch)
+    check_inputs(call.tensors())
     train = _trains(model, mode)
     captured = capture(
         model, positional, named, loss=loss, batch=batch, train=train, precision=precision
@@ -359,6 +361,7 @@ def _capture(
     model: torch.nn.Module, call: ModelCall, order: _Order, state: CompiledState
 ) -> Captured:
     started_s = monotonic()
+    check_inputs(call.tensors())
     captured = capture(
         model,
         call.args(),

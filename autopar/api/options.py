@@ -27,7 +27,8 @@ class ConstraintOptions(TypedDict, total=False):
         virtual: Stages per pipeline rank.
         num_microbatches: Micro-batches per step.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
-        zero: ZeRO level, 0 to 3.
+        zero: ZeRO level, 0 to 3; from 1 on there are 2 data ranks or more, since it splits over
+            them.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
         placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``, or
             ``"S(dim)@dp"`` for experts that are split over ``dp``.
@@ -181,7 +182,14 @@ def as_call(
     A mapping is keyword arguments (``model(**batch)``), a tuple or list positional ones
     (``model(*batch)``), anything else the only argument (``model(batch)``). ``args`` are positional
     arguments beside a mapping.
+
+    Raises:
+        ConfigError: ``args`` is no list, or goes with ``inputs`` that is no mapping.
     """
+    if args is not None and not isinstance(args, list | tuple):
+        raise ConfigError(
+            f"args={args!r} is a {type(args).__name__}; give the positional arguments in a list"
+        )
     positional = tuple(args or ())
     if isinstance(inputs, Mapping):
         return positional, {str(key): value for key, value in inputs.items()}

@@ -38,6 +38,7 @@ from autopar.runtime.equivalence import (
     verify_programs,
 )
 from autopar.runtime.materialise import InitialValues, find_tensors
+from autopar.runtime.module import is_compiled
 from autopar.runtime.session import LOSS_BATCH, RunOptions, gathered, step_key
 from autopar.runtime.start import check_model
 from autopar.runtime.variants import schedule_actions
@@ -139,6 +140,7 @@ def verify(  # noqa: PLR0913
         EquivalenceError: Names the worst tensor with both numbers.
         PlanError: The plan was made for another model or batch shape.
     """
+    _check_model(model)
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         plan = load_plan(plan)  # a cluster file is given as a Cluster here
     given = plan if isinstance(plan, Plan) else None
@@ -167,6 +169,19 @@ def verify(  # noqa: PLR0913
     real = _whole_copy(model, seed)
     found = _check_plan(real, call, captured, plan, seed)
     return _check_capture(real, call, captured, loss, found)
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"verify: the model is {model!r} of type {type(model).__name__}; give an object of "
+            "torch.nn.Module"
+        )
+    if is_compiled(model):
+        raise ConfigError(
+            f"verify: this {type(model).__name__} is compiled, and its parameters are one rank's; "
+            "give a model that is not, built the same, with plan=model.plan"
+        )
 
 
 def _whole_copy(model: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -279,7 +294,15 @@ def _precision_gaps(
     """
     single = copy.deepcopy(model).float()
     wide = call.with_tensors(lambda _, t: t.float() if t.dtype in _HALVES else t)
-    expected = _known(_run_eagerly(single, wide, captured, loss), found)
+    try:
+        eager = _run_eagerly(single, wide, captured, loss)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"verify(precision={captured.precision!r}) compares with the model in float32, where "
+            f"{type(model).__name__} does not run ({error}): it casts to a dtype by itself; let it "
+            "cast to the dtype of its weights, or verify it without precision="
+        ) from error
+    expected = _known(eager, found)
     assert captured.precision is not None
     dtype = torch_dtype(PRECISIONS[captured.precision])
     gaps = _gaps(found, expected, _EAGER_TOLERANCE[dtype])

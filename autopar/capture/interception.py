@@ -119,8 +119,11 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` by the neutral operator.
 
     Leading dims other than (batch, heads) are folded into the batch. ``enable_gqa`` needs nothing:
-    the neutral operator reads fewer key heads by itself.
+    the neutral operator reads fewer key heads by itself. Under autocast all operands are cast, as
+    torch does on every device.
     """
+    query, key, value = (_as_autocast(x) for x in (query, key, value))
+    attn_mask = None if attn_mask is None else _as_autocast(attn_mask)
     lead = _shared_shape(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     shared_heads = query.dim() >= 3 and (enable_gqa or query.shape[-3] == key.shape[-3])
     if not shared_heads:  # heads broadcast, or there are none
@@ -157,12 +160,23 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    """``torch.nn.functional.grouped_mm`` of rows and one matrix per group; None for other forms."""
-    is_plain = bias is None and out_dtype in (None, mat_a.dtype)
+    """``torch.nn.functional.grouped_mm`` of rows and one matrix per group; None for other forms.
+
+    Autocast on the CPU leaves its operands as they are, so that two dtypes are torch's error.
+    """
+    is_plain = bias is None and out_dtype in (None, mat_a.dtype) and mat_a.dtype == mat_b.dtype
     if offs is None or not is_plain or (mat_a.dim(), mat_b.dim()) != (2, 3):
         return None
     product: torch.Tensor = torch.ops.autopar.grouped_mm_ends(mat_a, mat_b, offs)
     return product
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the dtype of autocast where it is on; it leaves float64 and what is no float."""
+    device = x.device.type
+    if not (torch.is_autocast_enabled(device) and x.is_floating_point()):
+        return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 
 
 def _shared_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

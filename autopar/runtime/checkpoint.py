@@ -36,6 +36,10 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _PARTIAL, _PREVIOUS = ".partial", ".previous"
 _METADATA = ".metadata"
 _SHOWN = 5
+_OF_SCHEDULES = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", _PARAMS}
+    | {"param_names"}
+)
 
 
 def save(
@@ -49,6 +53,10 @@ def save(
         optimizer: Its optimizer.
         extra: Further objects by name, rank 0's: those with a ``state_dict`` by that, others as
             they are.
+
+    Raises:
+        ConfigError: The optimizer is another model's, a file is in the way, or something in
+            ``extra`` can't be written; on every rank, and before anything is.
     """
     partial, previous = _beside(path, _PARTIAL), _beside(path, _PREVIOUS)
     state: dict[str, object] = {
@@ -58,8 +66,13 @@ def save(
     if optimizer is not None:
         _check_ours(session, optimizer)
         state[_OPTIMIZER] = optimizer.state_dict()
+    wrong = ""
     if session.place.rank == 0:
-        state[_EXTRA] = {name: _packed(value) for name, value in extra.items()}
+        state[_EXTRA], wrong = _all_packed(extra)
+        if path.exists() and not path.is_dir():
+            wrong = f"save_checkpoint: {path} is a file; name a directory, or remove it"
+    _raise_on_all(session, wrong)
+    if session.place.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     _barrier(session)
     with _quiet():
@@ -176,6 +189,21 @@ def _packed(value: object) -> bytes:
     return buffer.getvalue()
 
 
+def _all_packed(extra: Mapping[str, object]) -> tuple[dict[str, bytes], str]:
+    """The bytes of every entry, and what is wrong with one that has none."""
+    packed: dict[str, bytes] = {}
+    for name, value in extra.items():
+        try:
+            packed[name] = _packed(value)
+        except Exception as error:  # pickling runs code of the value's own
+            return {}, (
+                f"save_checkpoint: {name}= is a {type(value).__name__} that can't be written "
+                f"({type(error).__name__}: {error}); pass plain values, or an object with "
+                "state_dict()"
+            )
+    return packed, ""
+
+
 # ---------------------------------------------------------------- is it the right one
 def _metadata(path: Path) -> tuple[Metadata | None, str]:
     """The table of contents of a checkpoint, or what is wrong with it."""
@@ -271,6 +299,8 @@ def _other_extra(
     entries = _entries(metadata)
     if optimizer is not None and _OPTIMIZER not in entries:
         return f"{path} was saved without an optimizer; load it without one"
+    if optimizer is not None and (wrong := _other_optimizer(path, metadata, optimizer)):
+        return wrong
     saved = _names_under(entries, _EXTRA)
     for name, value in extra.items():
         if name not in saved:
@@ -281,6 +311,27 @@ def _other_extra(
                 "value is in the result"
             )
     return ""
+
+
+def _other_optimizer(path: Path, metadata: Metadata, optimizer: Optimizer) -> str:
+    """Whether the saved options are another kind's; those that schedules add do not count.
+
+    Versions of torch add options to a kind, so that only a difference both ways is another one.
+    """
+    saved = {
+        str(keys[3])
+        for keys in (metadata.planner_data or {}).values()
+        if len(keys) > 3 and keys[:2] == (_OPTIMIZER, _GROUPS)
+    }
+    own = {key for group in optimizer.param_groups for key in group}
+    there, here = sorted(saved - own - _OF_SCHEDULES), sorted(own - saved - _OF_SCHEDULES)
+    if not (there and here):
+        return ""
+    return (
+        f"{path} has the state of another optimizer than {type(optimizer).__name__}: its options "
+        f"{_some(there)} are unknown here, and {_some(here)} are not there; build the optimizer "
+        "that was saved, or load without one"
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -39,16 +39,21 @@ class FittedData:
     shares_batch: bool
 
 
-def planned_batch(decisions: Decisions, graph: Graph) -> tuple[dict[str, int], int]:
-    """Batch dim of each input by name, and samples of a block, as planned; ({}, 0) if unsplit."""
+def planned_batch(
+    decisions: Decisions, graph: Graph, signatures: Signatures
+) -> tuple[dict[str, int], int]:
+    """Batch dim of each input by name, and samples of a block, as planned; ({}, 0) without one."""
+    parts = decisions.axis_sizes[0] * decisions.axis_sizes[1]
+    if parts == 1:  # nothing is cut: what could be
+        dims = DataAxes(graph, signatures).known_batch()
+        return dims, _common_size(graph, dims)
     dims = {
         name: choice.dim
         for axis in ("mb", "dp")
         for name, choice in decisions.choices.get(axis, {}).items()
         if isinstance(choice, Shard) and name in graph.input_map()
     }
-    rows = _common_size(graph, dims) // (decisions.axis_sizes[0] * decisions.axis_sizes[1])
-    return dims, rows
+    return dims, _common_size(graph, dims) // parts
 
 
 def fit_data_axes(
@@ -75,12 +80,15 @@ def fit_data_axes(
         ShardingError: Statistics are per micro-batch, and the planned number does not divide.
     """
     count, dp = decisions.axis_sizes[:2]
-    if count * dp == 1:
-        none = AxisChoices({})
-        return FittedData(DataSplits(none, none), 1, shares_batch=True)
     dims, rows = planned
+    none = AxisChoices({})
+    whole = FittedData(DataSplits(none, none), 1, shares_batch=True)
+    if count * dp == 1 and not dims:
+        return whole
     axes = DataAxes(graph, signatures, batch=dims or None)
     size = _common_size(graph, axes.known_batch())
+    if count * dp == 1 and size <= rows:
+        return whole
     refusal: ShardingError | None = None
     for ranks in dict.fromkeys((dp, 1)):
         if size % ranks or not size:

@@ -32,6 +32,7 @@ from autopar.units import parse_bytes
 
 _STATE = "_autopar_state"
 _BATCH = "batch"
+_EXTRA_STATE = "_extra_state"  # torch's name for what a module keeps besides tensors
 _NO_COPY = (
     "{what} of a compiled {name}: its programs and connections belong to this one object; build "
     "the model again, compile it with the same plan, and load_state_dict(model.state_dict()) "
@@ -195,8 +196,17 @@ class CompiledModule(torch.nn.Module):
             state_dict: Of the uncompiled model, or of the model compiled under any plan.
             strict: Refuse missing and unknown names.
             assign: Not supported: storage stays where the programs read it.
+
+        Raises:
+            ConfigError: Names or shapes are not the model's, or a value is no tensor.
         """
         state = state_of(self)
+        given: Mapping[str, object] = state_dict
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE):
+                raise ConfigError(
+                    f"load_state_dict: {name!r} is a {type(value).__name__}; give a dict of tensors"
+                )
         if state.session is None:
             missing = super().load_state_dict(state_dict, strict=strict, assign=assign)
             return IncompatibleKeys(missing.missing_keys, missing.unexpected_keys)

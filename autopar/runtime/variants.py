@@ -158,7 +158,7 @@ def transfer(
         new,
         signatures,
         decisions,
-        planned_batch(decisions, old),
+        planned_batch(decisions, old, signatures_of(old)),
         microbatch_statistics=microbatch_statistics,
         experts=_experts_over_dp(decisions, old, same_inputs),
     )

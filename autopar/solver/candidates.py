@@ -71,6 +71,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     if used != cluster.num_devices or wish.dp * tp * pp > used:
                         continue
                     dp = wish.dp  # fixed degrees may leave devices idle
+                if wish.zero and dp == 1:
+                    continue  # ZeRO splits over data ranks: with one it would be dropped
                 for virtual in _degrees(wish.virtual, (1, *VIRTUAL_STAGES)):
                     mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual)
                     is_open = wish.virtual is None
@@ -185,6 +187,14 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
             analysis.data(wish.num_microbatches or 1, wish.dp or 2)
         except ShardingError as error:
             return ConstraintError(f"constraint placements: {error}")
+    if wish.zero:
+        try:
+            analysis.data(wish.num_microbatches or 1, wish.dp or 2)
+        except ShardingError as error:
+            return ConstraintError(
+                f"constraint zero={wish.zero}: ZeRO splits over 2 data ranks or more, and {error}; "
+                "or leave zero out"
+            )
     stages = (wish.pp or 1) * (wish.virtual or 1)
     return ConstraintError(
         f"constraints leave no plan: dp={wish.dp or 'any'}, tp={wish.tp or 'any'}, "

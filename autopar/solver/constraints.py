@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import ceil
+from math import ceil, prod
 
 from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.graph import Graph, Input, InputKind
 from autopar.plan.types import AppliedConstraint, ScheduleKind
 from autopar.sharding.placement import Placement, R, Shard, parse_placement, shard_size
+from autopar.sharding.routing import ROUTE
 
 _OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
@@ -120,6 +121,7 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
             f"constraints {given}: need {product} devices, the cluster has {num_devices}; "
             "lower one of them"
         )
+    _check_zero(constraints, num_devices)
     parameter_placements(graph, constraints.placements, constraints.tp)
     _check_experts(graph, constraints)
     scopes = {n.scope for n in graph.nodes if n.scope}
@@ -132,6 +134,27 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
                     f"constraint recompute: {pattern!r} names no module that runs; "
                     f"modules are such as {_examples(scopes)}"
                 )
+
+
+def _check_zero(constraints: Constraints, num_devices: int) -> None:
+    """ZeRO splits over data ranks; with one of them it would be dropped."""
+    if not constraints.zero:
+        return
+    given = f"zero={constraints.zero}"
+    if constraints.dp == 1:
+        raise ConstraintError(
+            f"constraints {given} and dp=1: ZeRO splits over data ranks, and there is one; use "
+            "dp=2 or more, or leave zero out"
+        )
+    others = {n: value for n in ("tp", "pp") if (value := getattr(constraints, n)) is not None}
+    taken = prod(others.values())
+    if 2 * taken > num_devices:
+        words = "".join(f", {n}={value}" for n, value in others.items())
+        raise ConstraintError(
+            f"constraint{'s' if others else ''} {given}{words}: ZeRO splits over 2 data ranks or "
+            f"more, which need {2 * taken} devices, and the cluster has {num_devices}; leave zero "
+            "out, or use more devices"
+        )
 
 
 def _check_boundaries(constraints: Constraints, scopes: set[str]) -> None:
@@ -237,6 +260,11 @@ def _matched(graph: Graph, pattern: str) -> list[Input]:
 
 def _check_experts(graph: Graph, constraints: Constraints) -> None:
     """Experts over ``dp`` need ranks there, and no other placement."""
+    if constraints.expert_capacity is not None and not any(n.op == ROUTE for n in graph.nodes):
+        raise ConstraintError(
+            f"constraint expert_capacity={constraints.expert_capacity}: the model has no experts "
+            "that are told apart; leave it out"
+        )
     experts = parameter_experts(graph, constraints.placements)
     if experts and constraints.dp == 1:
         pattern = next(p for p, text in constraints.placements.items() if text.endswith(_OVER_DP))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from autopar.cluster import Cluster
@@ -31,7 +31,7 @@ from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.ranking import Misfit, Ranked, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
-from autopar.units import format_bytes, format_time
+from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ NUM_EXACT = 3  # shapes that are localized and simulated
 TIGHTEN_TRIES = 3
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 SLACK = 1e-9
+ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
 
 
 @dataclass(slots=True)
@@ -127,6 +128,7 @@ class _Search:
     model: CostModel
     progress: Progress
     time_limit_s: float | None
+    gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
     ranked: list[Ranked] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
@@ -157,6 +159,8 @@ class _Search:
         fitting = [o for o in outcomes if o.fits]
         winner = min(fitting, key=lambda o: _rank_key(o.figures.step_s, o.ranked), default=None)
         if winner is None:
+            if not self.gives_remedy:
+                raise InfeasibleError("no plan fits")
             raise self._infeasible(outcomes)
         self.ranked.sort(key=_preference)
         field_ = Field(
@@ -315,37 +319,67 @@ class _Search:
     # -- nothing fits --------------------------------------------------------------------------
     def _infeasible(self, outcomes: list[Outcome]) -> InfeasibleError:
         """What is closest to fitting, and the cheapest way out."""
-        shortfalls = []
         rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes]
         nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
         rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
-        for needed, shape in sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]:
-            shortfalls.append(
-                Shortfall(
-                    what=f"memory of a device with {shape}",
-                    needed=needed,
-                    available=self.limit_bytes,
-                    unit="bytes",
-                    remedy=self._remedy(needed),
-                )
-            )
-        text = f"no plan fits {self.cluster} with {format_bytes(self.limit_bytes)} per device"
+        rows = sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]
+        limit = format_bytes(self.limit_bytes)
+        text = f"no plan fits {self.cluster} with {limit} per device"
         if not rows and self.errors:
             text = f"no plan is possible: {self.errors[0]}"
+        remedy = self._remedy(*rows[0]) if rows else ""
+        shortfalls = [
+            Shortfall(
+                what=f"memory of a device with {shape}",
+                needed=needed,
+                available=self.limit_bytes,
+                unit="bytes",
+                remedy=remedy,
+            )
+            for needed, shape in rows
+        ]
         return InfeasibleError(text, tuple(shortfalls))
 
-    def _remedy(self, needed: int) -> str:
+    def _remedy(self, needed: int, shape: Shape) -> str:
         wish = self.constraints
         if wish.recompute in ("none", "selective"):
             return f"allow recompute (now {wish.recompute!r})"
-        if wish.zero in (0, 1, 2):
+        if wish.zero in (0, 1, 2) and shape.mesh.dp > 1:
             return f"allow zero=3 (now {wish.zero})"
         for name in ("tp", "pp", "num_microbatches"):
             if getattr(wish, name) is not None:
                 return f"free {name} (now {getattr(wish, name)})"
-        share = -(-needed // max(1, self.limit_bytes))
-        more = self.cluster.num_devices * max(2, share)
-        return f"use about {more} devices, or {format_bytes(needed)} per device"
+        enough = self._enough(needed, shape)
+        if enough is None:
+            return "use more devices, or devices with more memory"
+        return f"a plan fits {format_bytes(enough)} per device; use such devices, or more of them"
+
+    def _enough(self, needed: int, shape: Shape) -> int | None:
+        """Bytes per device, a number that reads exactly so, for which a plan of ``shape`` exists.
+
+        What a shape needs was estimated under another limit: it is tried before it is promised.
+        """
+        fixed = replace(
+            self.constraints,
+            dp=shape.mesh.dp,
+            tp=shape.mesh.tp,
+            pp=shape.mesh.pp,
+            virtual=shape.mesh.virtual,
+            num_microbatches=shape.num_microbatches,
+        )
+        for percent in ROOM_PERCENT:
+            limit_bytes = round_up_bytes(needed * percent // 100)
+            trial = replace(
+                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False,
+                progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[], queue=[],
+                opened_s=[], _begin_s=monotonic(), _mark_s=monotonic(),
+            )  # fmt: skip
+            try:
+                trial.run()
+            except (InfeasibleError, ConstraintError):
+                continue
+            return limit_bytes
+        return None
 
 
 def _preference(ranked: Ranked) -> tuple[float, int, int, int, str]:

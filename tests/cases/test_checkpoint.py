@@ -116,6 +116,32 @@ def test_half_written_and_foreign_checkpoints_are_refused_before_anything_change
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+def test_what_can_t_be_saved_is_refused_before_anything_is_written(tmp_path):
+    model, optimizer, _ = trained()
+    path = tmp_path / "c"
+    autopar.save_checkpoint(path, model, optimizer, epoch=1)
+    with pytest.raises(ConfigError, match=r"hook= is a function that can't be written"):
+        autopar.save_checkpoint(path, model, optimizer, epoch=2, hook=lambda: 1)
+    assert autopar.load_checkpoint(path, model, optimizer) == {"epoch": 1}
+    file = tmp_path / "file"
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match=r"file is a file; name a directory, or remove it"):
+        autopar.save_checkpoint(file, model)
+    assert file.read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "file"]
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_with_its_options(tmp_path):
+    model, optimizer, _ = trained("adamw")
+    autopar.save_checkpoint(tmp_path / "c", model, optimizer)
+    with pytest.raises(ConfigError, match=r"another optimizer than SGD: .*'betas'.*'dampening'"):
+        autopar.load_checkpoint(tmp_path / "c", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    similar, _ = optimizer_of("adamw", model)
+    torch.optim.lr_scheduler.OneCycleLR(similar, max_lr=0.1, total_steps=10)
+    autopar.load_checkpoint(tmp_path / "c", model, similar)
+    assert similar.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
 def test_models_that_do_not_run_are_told_what_to_do_before_they_save(tmp_path):
     plain, _ = build()
     with pytest.raises(ConfigError, match="call the model once before"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -11,7 +12,7 @@ import torch
 import autopar
 from autopar.capture.tracing import capture
 from autopar.cli import main
-from autopar.errors import ConfigError, PlanError
+from autopar.errors import CaptureError, ConfigError, PlanError
 from autopar.plan.io import load_plan, plan_from_json, plan_to_json, save_plan
 from tests.equivalence.harness import problem_of
 from tests.precision_models import Mlp, check_plan, distance, mlp_batch
@@ -42,6 +43,72 @@ def test_forward_under_autocast_and_backward_outside_equal_eager() -> None:
     )
     assert distance(found, wanted) < 1e-2
     assert model(**batch)["loss"].dtype == torch.float32, "a call outside runs in float32"
+
+
+class RotatedAttention(torch.nn.Module):
+    """Attention whose queries and keys are float32 again where its values are low, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        turn = torch.linspace(0.5, 1.5, 8)
+        q, k, v = (f(x).view(4, 6, 2, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        out = attention(q * turn, k * turn, v, attn_mask=bias)
+        assert out.dtype == (torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
+        return out.float().square().mean()
+
+
+def one_loop(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a call under autocast."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(**batch)
+        loss = out if isinstance(out, torch.Tensor) else out.loss
+    loss.backward()
+    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach().double(), **grads}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["compiled inside", "compiled outside"])
+@pytest.mark.parametrize("name", ["llama", "rotated"])
+def test_attention_of_two_dtypes_under_autocast_equals_eager(name: str, inside: bool) -> None:
+    torch.manual_seed(0)
+    if name == "llama":
+        model, batch = build("llama", layers=1)
+    else:
+        model = RotatedAttention()
+        batch = {"x": torch.randn(4, 6, 16), "bias": torch.randn(4, 2, 6, 6)}
+    wanted = one_loop(copy.deepcopy(model), batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        model = autopar.compile(model, 1, batch)
+    assert distance(one_loop(model, batch), wanted) < 2e-2
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
+def test_plans_of_attention_under_autocast_equal_one_device(degrees: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 6, 16), "bias": torch.randn(4, 2, 6, 6)}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        problem = problem_of(RotatedAttention(), batch)
+        graph = capture(RotatedAttention(), (), batch).graph
+    (attention,) = (n for n in graph.nodes if n.op == "autopar.attention")
+    assert {graph.metas()[name].dtype for name in attention.refs()} == {"bfloat16"}
+    check_plan(problem, **degrees)
+
+
+def test_a_grouped_product_of_two_dtypes_under_autocast_is_refused_as_by_torch() -> None:
+    model = torch.nn.Linear(16, 16)
+    weight, ends = torch.randn(2, 16, 16), torch.tensor([3, 8], dtype=torch.int32)
+    model.forward = lambda x: torch.nn.functional.grouped_mm(
+        torch.nn.functional.linear(x, model.weight), weight, offs=ends
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(torch.randn(8, 16))
+        with pytest.raises(CaptureError, match="dtype"):
+            capture(model, (torch.randn(8, 16),), {})
 
 
 # -- the plan and its words ----------------------------------------------------------------------

@@ -32,12 +32,55 @@ from tests.zoo import build
         ({"seed": "x"}, r"seed='x' is a str"),
         ({"time_limit_s": -1}, r"time_limit_s=-1 is a int; give seconds above 0"),
         ({"state_dict": {"zz": torch.zeros(1)}}, r"1 of 1 names are unknown .* 'zz'"),
+        ({"state_dict": {"lm_head.weight": 3}}, r"state_dict: 'lm_head.weight' is a int; give a"),
+        ({"state_dict": {}}, r"state_dict: \d+ of \d+ names of GPT2LMHeadModel are missing"),
+        ({"optimizer": None}, r"optimizer=None is a NoneType; give the kind .* 'adamw', or 'none'"),
+        ({"args": 5}, r"args=5 is a int; give the positional arguments in a list"),
+        ({"expert_capacity": 1.5}, r"expert_capacity=1.5: the model has no experts"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(options, text):
     model, batch = build("gpt2")
     with pytest.raises(ConfigError, match=text):
         autopar.compile(model, 2, batch, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_state_dict_with_missing_names_is_refused_as_in_a_strict_load(device):
+    batch = build("gpt2")[1]
+    whole = build("gpt2", seed=4)[0].state_dict()
+    part = {name: value for name, value in whole.items() if name != "transformer.ln_f.bias"}
+    with pytest.raises(ConfigError, match=r"1 of \d+ names .* first is 'transformer.ln_f.bias'"):
+        autopar.compile(build("gpt2", device=device)[0], 1, batch, state_dict=part)
+    del whole["lm_head.weight"]  # tied: its other name is there
+    model = autopar.compile(build("gpt2", device=device)[0], 1, batch, state_dict=whole)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in whole.items())
+
+
+def test_a_buffer_that_is_not_saved_is_not_missing():
+    model = torch.nn.Linear(4, 2)
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    given = {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}
+    model = autopar.compile(model, 1, torch.zeros(3, 4), state_dict=given)
+    assert torch.equal(model.state_dict()["weight"], given["weight"])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_empty_batch_is_refused_by_name(devices):
+    batch = {name: value[:0] for name, value in build("gpt2")[1].items()}
+    text = r"input 'input_ids' has shape \(0, 16\), which is empty; give one global batch"
+    with pytest.raises(InputError, match=text):
+        autopar.compile(build("gpt2")[0], devices, batch)
+    with pytest.raises(InputError, match=text):
+        autopar.verify(build("gpt2")[0], devices, batch)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_values_that_are_no_tensors_are_not_loaded(lazy):
+    model = autopar.compile(torch.nn.Linear(4, 2), 1, None if lazy else torch.zeros(3, 4))
+    lists = {name: value.tolist() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="load_state_dict: 'weight' is a list; give a dict of te"):
+        model.load_state_dict(lists)
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear, torch.relu, None])

@@ -47,7 +47,25 @@ def test_a_boundary_at_the_first_module_is_refused() -> None:
 
 
 def test_an_operator_s_name_may_have_colons() -> None:
+    torch.library.define("autopar_words::op", "(Tensor x) -> Tensor")
     autopar.register_op("autopar_words::op", "(a, b) -> (a, b)")
     from autopar.sharding.rules import default_registry
 
     assert "autopar_words.op.default" in default_registry()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("autopar_close::scale_", r"'autopar_close::scale_'; did you mean 'autopar_close.scale'\?"),
+        ("autopar_close.scale.out", r"no operator 'autopar_close.scale.out'; did you mean"),
+        ("autopar_nowhere.zzzzqqqq", r"'autopar_nowhere.zzzzqqqq'; Import the library"),
+        ("aten.ad.Tensor", r"did you mean 'aten.add.Tensor'"),
+    ],
+)
+def test_a_rule_for_an_operator_that_torch_does_not_know_names_the_closest(name, text) -> None:
+    if not hasattr(torch.ops.autopar_close, "scale"):
+        torch.library.define("autopar_close::scale", "(Tensor x) -> Tensor")
+    with pytest.raises(ConfigError, match=text):
+        autopar.register_op(name, "(a, b) -> (a, b)")
+    autopar.register_op("autopar_close.scale.default", "(a, b) -> (a, b)")

@@ -100,3 +100,24 @@ def test_what_is_in_force_is_listed_with_its_origin():
         ("placements", "*.up: S(1)", "user"),
         ("tp inside a machine", "True", "default"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "match"),
+    [
+        (
+            {"zero": 3, "dp": 1},
+            8,
+            r"zero=3 and dp=1: ZeRO splits over data ranks, and there is one",
+        ),
+        ({"zero": 1, "tp": 2}, 2, r"zero=1, tp=2: .* need 4 devices, and the cluster has 2"),
+        ({"zero": 2, "tp": 2, "pp": 2}, 6, r"tp=2, pp=2: .* need 8 devices, and .* has 6"),
+        ({"zero": 3}, 1, r"constraint zero=3: ZeRO splits over 2 data ranks or more, .* has 1"),
+    ],
+)
+def test_zero_without_data_ranks_is_refused(given, devices: int, match: str):
+    refuse(match, devices=devices, **given)
+
+
+def test_level_zero_needs_no_data_ranks():
+    check_constraints(GRAPH, Constraints(zero=0, dp=1), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from autopar.solver.candidates import device_counts
 from autopar.solver.constraints import Constraints
 from autopar.solver.force import ProportionalCostModel, forced_plan
 from autopar.solver.search import SearchStats, solve
+from autopar.units import parse_bytes
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
 from tests.joint_graphs import residual_network
@@ -116,6 +118,21 @@ def test_every_degree_that_the_user_fixes_is_kept():
     assert names == {"dp", "tp", "pp", "num_microbatches", "schedule", "zero"}
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_zero_level_brings_data_ranks(zero: int):
+    graph = residual_network(2, rows=8, width=64, hidden=256)
+    free, _ = plan_for(graph, "4:cpu", tp=2)
+    assert free.mesh.dp == 1
+    plan, _ = plan_for(graph, "4:cpu", tp=2, zero=zero)
+    assert plan.mesh.dp == 2
+    assert {s.zero_level for s in plan.stages} == {zero}
+
+
+def test_a_zero_level_for_a_batch_that_is_not_split_is_refused():
+    with pytest.raises(ConstraintError, match=r"zero=3: .* the batch can't be cut into 2 .* zero"):
+        plan_for(residual_network(2, rows=3), "2:cpu", zero=3)
+
+
 def test_fixed_degrees_may_leave_devices_idle():
     plan, _ = plan_for(WIDE, "8:cpu", dp=2, tp=1, pp=1)
     assert plan.mesh.num_ranks == 2
@@ -155,7 +172,19 @@ def test_nothing_fits_names_limit_numbers_and_remedy():
         plan_for(WIDE, "2:cpu", limit=1 << 20)
     shortfall = caught.value.shortfalls[0]
     assert shortfall.needed > shortfall.available == 1 << 20
-    assert "devices" in shortfall.remedy
+    assert str(shortfall).count("MiB") == 3, "one unit"
+
+
+@pytest.mark.parametrize(("devices", "limit"), [("1:cpu", 1 << 20), ("2:cpu", 3 << 20)])
+def test_the_memory_that_a_refusal_asks_for_is_enough(devices: str, limit: int):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_for(WIDE, devices, limit=limit)
+    found = re.search(r"a plan fits ([\d.]+ MiB) per device", caught.value.shortfalls[0].remedy)
+    assert found is not None
+    enough = parse_bytes(found[1])
+    assert enough > limit
+    plan, _ = plan_for(WIDE, devices, limit=enough)
+    assert plan.peak_bytes <= enough
 
 
 def test_a_forbidden_recompute_is_the_first_remedy():
