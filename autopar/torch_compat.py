@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -304,6 +305,34 @@ def assert_later(condition: torch.Tensor, message: str) -> None:
     import torch
 
     torch._assert_async(condition, message)
+
+
+HOOKS_OF_CALLS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Tables of a module's hooks that run when it is called, as entries of its ``__dict__``."""
+
+
+def take_call_hooks(module: torch.nn.Module) -> dict[str, Any]:
+    """Take the hooks of calls off a module; handles of them stay good.
+
+    The tables themselves are taken, which the handles point to, and empty ones put in their place.
+    """
+    state = module.__dict__
+    taken = {name: state[name] for name in (*HOOKS_OF_CALLS, "_is_full_backward_hook")}
+    state.update({name: OrderedDict() for name in HOOKS_OF_CALLS}, _is_full_backward_hook=None)
+    return taken
+
+
+def has_call_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook runs when the module is called."""
+    return any(module.__dict__[name] for name in HOOKS_OF_CALLS)
 
 
 FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"

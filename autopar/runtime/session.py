@@ -51,6 +51,7 @@ from autopar.runtime.variants import (
 )
 from autopar.runtime.writes import draw_whole, take_up_writes
 from autopar.sharding.programs import LocalPrograms
+from autopar.torch_compat import has_call_hooks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -180,7 +181,9 @@ class Session:
         """The model's own forward, with torch's own random numbers."""
         self.step += 1
         with self._uncompiled(model):
-            output = model.forward(*call.args(), **call.kwargs())
+            # through torch's call only for the model's own hooks: those for all modules ran
+            forward = model if has_call_hooks(model) else model.forward
+            output = forward(*call.args(), **call.kwargs())
         if with_loss and self.options.loss is not None:
             return self.options.loss(output, call.batch())
         return output
