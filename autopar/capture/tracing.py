@@ -88,6 +88,15 @@ class Captured:
         """Paths of the user's tensors, in the order of the call."""
         return tuple(self.input_metas)
 
+    def is_same(self, other: Captured) -> bool:
+        """Whether another program computes the same, baked tensors included."""
+        return (
+            self.hash == other.hash
+            and self.output_spec == other.output_spec
+            and self.constants.keys() == other.constants.keys()
+            and all(torch.equal(t, other.constants[n]) for n, t in self.constants.items())
+        )
+
 
 @dataclass(slots=True)
 class _Result:

@@ -258,6 +258,7 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     state = state_of(model)
     bases = compiled.__mro__
     model.__class__ = bases[bases.index(CompiledModule) + 1]
+    outer = {name: model.__dict__.pop(name) for name in ("forward",) if name in model.__dict__}
     if state.own_forward is not None:
         model.__dict__["forward"] = state.own_forward
     later = take_call_hooks(model)
@@ -267,7 +268,7 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     finally:
         model.__dict__.pop("forward", None)
         state.hooks = take_call_hooks(model)
-        model.__dict__.update(later)
+        model.__dict__.update(later | outer)
         model.__class__ = compiled
 
 
