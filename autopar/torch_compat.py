@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.errors import CaptureError
+
 if TYPE_CHECKING:
     import torch
 
@@ -215,6 +217,7 @@ def export_joint(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Joi
             stack, module, tuple(inputs), {}, decompositions=_decompositions()
         )
     graph_module = joint.graph_module
+    _refuse_effects(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     output = graph_module.graph.output_node()
     return JointTrace(
@@ -223,6 +226,30 @@ def export_joint(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Joi
         tuple(_output_role(desc) for desc in output.meta["desc"]),
     )
 
+
+def _refuse_effects(graph_module: torch.fx.GraphModule) -> None:
+    """Refuse operators that do more than give a result: torch orders them by values of its own."""
+    for node in graph_module.graph.nodes:
+        if str(node.target) == "with_effects":
+            where = (node.meta.get("custom") or {}).get(SOURCE_KEY) or "an unknown line"
+            raise CaptureError(
+                f"{node.args[1]} at {where} does more than give a result (it checks values or "
+                "prints), which has no place in a plan; compute it outside the model"
+                + _EFFECT_REMEDIES.get(str(node.args[1]), "")
+            )
+
+
+def is_torch_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the module."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or bool(module.__dict__.get("_compiled_call_impl"))
+
+
+_EFFECT_REMEDIES = {
+    "aten._linalg_check_errors.default": ", or take the form of the function that does not check, "
+    "such as torch.linalg.cholesky_ex, inv_ex or solve_ex",
+}
 
 # composite layers and losses that torch can take apart into element-wise operators and sums
 _TAKEN_APART = (

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
-from autopar.capture.checks import check_dtypes, check_random
+from autopar.capture.checks import (
+    check_dtypes,
+    check_random,
+    check_sparse,
+    check_torch_compile,
+)
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.host_random import refusing_host_random
 from autopar.capture.interception import Interception, module_scopes
@@ -218,6 +223,7 @@ def capture(
         ConfigError: The inputs do not fit, nothing can be trained, or ``precision`` can't be had.
     """
     _check_precision(precision)
+    check_torch_compile(model)
     call = bind_call(model, args, kwargs or {}, batch=batch)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if train and not trained:
@@ -249,6 +255,7 @@ def capture(
         trace = _export(traced, fakes)
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
+    check_sparse(lowered.graph)
     if precision is None:  # else operands are cast
         check_dtypes(lowered.graph)
     if traced.changed:
@@ -407,13 +414,16 @@ def _neutral_autocast(assumptions: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """No traceback printed by torch for an error that becomes one of ours."""
-    torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = torch_logger.disabled
-    torch_logger.disabled = True
+    names = ("torch._subclasses.fake_tensor", "torch._guards")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [found.disabled for found in loggers]
+    for found in loggers:
+        found.disabled = True
     try:
         yield
     finally:
-        torch_logger.disabled = before
+        for found, was_disabled in zip(loggers, before, strict=True):
+            found.disabled = was_disabled
 
 
 @contextlib.contextmanager
