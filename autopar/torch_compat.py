@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from autopar.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
@@ -214,6 +217,7 @@ def export_joint(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Joi
             stack, module, tuple(inputs), {}, decompositions=_decompositions()
         )
     graph_module = joint.graph_module
+    _refuse_effects(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     output = graph_module.graph.output_node()
     return JointTrace(
@@ -222,6 +226,30 @@ def export_joint(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Joi
         tuple(_output_role(desc) for desc in output.meta["desc"]),
     )
 
+
+def _refuse_effects(graph_module: torch.fx.GraphModule) -> None:
+    """Refuse operators that do more than give a result: torch orders them by values of its own."""
+    for node in graph_module.graph.nodes:
+        if str(node.target) == "with_effects":
+            where = (node.meta.get("custom") or {}).get(SOURCE_KEY) or "an unknown line"
+            raise CaptureError(
+                f"{node.args[1]} at {where} does more than give a result (it checks values or "
+                "prints), which has no place in a plan; compute it outside the model"
+                + _EFFECT_REMEDIES.get(str(node.args[1]), "")
+            )
+
+
+def is_torch_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the module."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or bool(module.__dict__.get("_compiled_call_impl"))
+
+
+_EFFECT_REMEDIES = {
+    "aten._linalg_check_errors.default": ", or take the form of the function that does not check, "
+    "such as torch.linalg.cholesky_ex, inv_ex or solve_ex",
+}
 
 # composite layers and losses that torch can take apart into element-wise operators and sums
 _TAKEN_APART = (
@@ -304,6 +332,34 @@ def assert_later(condition: torch.Tensor, message: str) -> None:
     import torch
 
     torch._assert_async(condition, message)
+
+
+HOOKS_OF_CALLS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Tables of a module's hooks that run when it is called, as entries of its ``__dict__``."""
+
+
+def take_call_hooks(module: torch.nn.Module) -> dict[str, Any]:
+    """Take the hooks of calls off a module; handles of them stay good.
+
+    The tables themselves are taken, which the handles point to, and empty ones put in their place.
+    """
+    state = module.__dict__
+    taken = {name: state[name] for name in (*HOOKS_OF_CALLS, "_is_full_backward_hook")}
+    state.update({name: OrderedDict() for name in HOOKS_OF_CALLS}, _is_full_backward_hook=None)
+    return taken
+
+
+def has_call_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook runs when the module is called."""
+    return any(module.__dict__[name] for name in HOOKS_OF_CALLS)
 
 
 FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from autopar.capture.torch_ops import is_random
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph, Node, Ref, TensorMeta
+from autopar.torch_compat import is_torch_compiled
 
 _ONE_DTYPE = frozenset(
     f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "convolution")
@@ -32,6 +35,40 @@ def check_dtypes(graph: Graph) -> None:
                 f"{node.op} at {node.source or node.scope or node.name} is given "
                 f"torch.{found[0]} and torch.{odd}, which one device refuses; cast the inputs of "
                 f"the model to the dtype of its weights"
+            )
+
+
+def check_sparse(graph: Graph) -> None:
+    """Refuse sparse tensors, such as the gradient of an embedding with ``sparse=True``.
+
+    Args:
+        graph: A program as it was traced.
+
+    Raises:
+        CaptureError: Names the first one and its line.
+    """
+    for node in graph.nodes:
+        if "sparse_coo" in node.op:
+            where = f" in module {node.scope!r}" if node.scope else ""
+            raise CaptureError(
+                f"{node.op} at {node.source or 'an unknown line'}{where} makes a sparse tensor, "
+                "which a plan can't split; for an embedding leave sparse=True out"
+            )
+
+
+def check_torch_compile(model: torch.nn.Module) -> None:
+    """Refuse a model with a part that went through ``torch.compile``.
+
+    Raises:
+        CaptureError: Names the module.
+    """
+    for path, module in model.named_modules():
+        if is_torch_compiled(module):
+            own = getattr(module, "_orig_mod", module)
+            raise CaptureError(
+                f"torch.compile was applied to module {path or type(own).__name__!r} "
+                f"({type(own).__name__}), whose operators can't be seen then; give autopar.compile "
+                "the model without torch.compile"
             )
 
 

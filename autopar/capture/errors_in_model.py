@@ -44,8 +44,9 @@ def capture_error(
     if type(error).__module__.startswith("torch._dynamo"):  # only such operators call it
         return CaptureError(
             f"{what} can't be captured: it calls an operator on functions, such as torch.cond or "
-            f"torch.while_loop\n  at {where}\n"
-            "A plan splits tensors, not functions; compute both branches and choose by torch.where"
+            f"torch.while_loop, or a function under torch.compile\n  at {where}\n"
+            "A plan splits tensors, not functions; compute both branches and choose by "
+            "torch.where, and leave torch.compile out"
         )
     return CaptureError(
         f"{what} raised {type(error).__name__}: {error}\n  at {where}\n"

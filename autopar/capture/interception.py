@@ -26,6 +26,7 @@ from autopar.capture.rewrites.builder import broadcast
 from autopar.errors import CaptureError
 from autopar.torch_compat import annotate_next_nodes, grouped_mm_builtin
 
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _OWN_PACKAGES = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent.parent),
@@ -76,6 +77,8 @@ class Interception(TorchFunctionMode):
             raise CaptureError(f"Tensor.random_ at {source} can't be traced; use torch.randint")
         if func is self._original:
             return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        if func in _RECURRENT:
+            return recurrent(func, args, kwargs or {})
         if func is self._grouped_mm:
             product = grouped_mm(*args, **(kwargs or {}))  # type: ignore[arg-type]
             if product is not None:
@@ -177,6 +180,47 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     if not (torch.is_autocast_enabled(device) and x.is_floating_point()):
         return x
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
+
+
+def recurrent(
+    func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, layer by layer if there is dropout.
+
+    Traced as a whole, the dropout between the layers is left out.
+
+    Args:
+        func: One of the four.
+        args: Tensor, states, weights, then the numbers from ``has_biases`` on.
+        kwargs: Those of the numbers that are named.
+    """
+    names = ("has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+    numbers = dict(zip(names, args[3:], strict=False)) | dict(kwargs)
+    layers, dropout = numbers.get("num_layers"), numbers.get("dropout")
+    if isinstance(numbers["has_biases"], Sequence):  # packed: tracing refuses its sizes by itself
+        return func(*args, **kwargs)
+    assert isinstance(layers, int)
+    assert isinstance(dropout, int | float)
+    if layers < 2 or not dropout or not numbers["train"]:
+        return func(*args, **kwargs)
+    numbers.update(num_layers=1, dropout=0.0)
+    data, states, weights = args[:3]
+    assert isinstance(data, torch.Tensor)
+    assert isinstance(weights, Sequence)
+    is_pair = isinstance(states, Sequence)
+    every: Sequence[torch.Tensor] = states if is_pair else (states,)  # type: ignore[assignment]
+    pieces = [state.chunk(layers) for state in every]
+    ends: list[Sequence[torch.Tensor]] = []
+    size = len(weights) // layers
+    for layer in range(layers):
+        own = [piece[layer] for piece in pieces]
+        part = weights[layer * size : (layer + 1) * size]
+        given = data if layer == 0 else functional.dropout(data, dropout)
+        found = func(given, own if is_pair else own[0], part, *numbers.values())
+        assert isinstance(found, tuple)
+        data = found[0]
+        ends.append(found[1:])
+    return data, *(torch.cat(tensors) for tensors in zip(*ends, strict=True))
 
 
 def _shared_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

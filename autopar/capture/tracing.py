@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.capture.calls import LossFunction, ModelCall, bind_call, find_loss
-from autopar.capture.checks import check_dtypes, check_random
+from autopar.capture.checks import (
+    check_dtypes,
+    check_random,
+    check_sparse,
+    check_torch_compile,
+)
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.host_random import refusing_host_random
 from autopar.capture.interception import Interception, module_scopes
@@ -87,6 +92,15 @@ class Captured:
     def input_paths(self) -> tuple[str, ...]:
         """Paths of the user's tensors, in the order of the call."""
         return tuple(self.input_metas)
+
+    def is_same(self, other: Captured) -> bool:
+        """Whether another program computes the same, baked tensors included."""
+        return (
+            self.hash == other.hash
+            and self.output_spec == other.output_spec
+            and self.constants.keys() == other.constants.keys()
+            and all(torch.equal(t, other.constants[n]) for n, t in self.constants.items())
+        )
 
 
 @dataclass(slots=True)
@@ -209,6 +223,7 @@ def capture(
         ConfigError: The inputs do not fit, nothing can be trained, or ``precision`` can't be had.
     """
     _check_precision(precision)
+    check_torch_compile(model)
     call = bind_call(model, args, kwargs or {}, batch=batch)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if train and not trained:
@@ -241,6 +256,7 @@ def capture(
         roles = _roles(model, call, traced.result)
         lowered = lower(trace, roles)
     verify_names(lowered.graph, what="the traced program")
+    check_sparse(lowered.graph)
     if precision is None:  # else operands are cast
         check_dtypes(lowered.graph)
     if traced.changed:
@@ -399,13 +415,16 @@ def _neutral_autocast(assumptions: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """No traceback printed by torch for an error that becomes one of ours."""
-    torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = torch_logger.disabled
-    torch_logger.disabled = True
+    names = ("torch._subclasses.fake_tensor", "torch._guards")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [found.disabled for found in loggers]
+    for found in loggers:
+        found.disabled = True
     try:
         yield
     finally:
-        torch_logger.disabled = before
+        for found, was_disabled in zip(loggers, before, strict=True):
+            found.disabled = was_disabled
 
 
 @contextlib.contextmanager

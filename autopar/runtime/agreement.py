@@ -122,6 +122,7 @@ def _facts(key: CallKey) -> dict[str, str]:
     facts |= {f"argument {path!r}": _ADDRESS.sub("", text) for path, text in key.statics}
     facts["the mode"] = ", ".join(key.modes)
     facts["autocast"] = ", ".join(key.autocast) or "off"
+    facts["the program of the model"] = ", ".join(text for _, text in key.changes) or "as compiled"
     facts["the wish for gradients"] = "on" if key.backward else "off"
     return facts
 

@@ -10,6 +10,7 @@ import torch
 from autopar.capture.calls import ModelCall
 from autopar.errors import InputError
 from autopar.ir.graph import TensorMeta
+from autopar.runtime.changes import Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class CallKey:
             model's own.
         autocast: Device types with autocast on, and to which dtype.
         backward: Whether gradients are wanted.
+        changes: What the user changed in the model since it was captured, as
+            :class:`~autopar.runtime.changes.Marks` has it.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -30,21 +33,22 @@ class CallKey:
     modes: tuple[str, ...]
     autocast: tuple[str, ...]
     backward: bool
+    changes: tuple[tuple[str, str], ...] = ()
 
 
-def call_key(model: torch.nn.Module, call: ModelCall, *, backward: bool) -> CallKey:
-    """The key of a call of ``model`` here and now."""
-    odd = [name for name, m in model.named_modules() if m.training != model.training]
+def call_key(marks: Marks, call: ModelCall, *, backward: bool) -> CallKey:
+    """The key of a call, here and now, of a model with these marks."""
     return CallKey(
         tensors=tuple((path, tuple(t.shape), _dtype(t)) for path, t in call.tensors().items()),
         statics=tuple((path, repr(value)) for path, value in call.statics().items()),
-        modes=("train" if model.training else "eval", *odd),
+        modes=marks.modes,
         autocast=tuple(
             f"{device}: {torch.get_autocast_dtype(device)}"
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ),
         backward=backward,
+        changes=marks.changes,
     )
 
 

@@ -27,7 +27,7 @@ from autopar.runtime.pretrained import check_export_options, check_whole
 from autopar.runtime.pretrained import load as load_directory
 from autopar.runtime.pretrained import save as save_directory
 from autopar.runtime.session import Session
-from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP
+from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP, take_call_hooks
 from autopar.units import parse_bytes
 
 _STATE = "_autopar_state"
@@ -55,6 +55,8 @@ class CompiledState:
         plan: Once there is one.
         session: Once the model runs.
         own_forward: A ``forward`` that stood on the object and not on its class.
+        hooks: Tables of the hooks of calls that stood on the module: they are part of what is
+            captured. Hooks that come later run around the compiled call.
         report: Text of the plan's report.
         planning_s: Seconds that planning took in this process, by phase.
     """
@@ -67,6 +69,7 @@ class CompiledState:
     plan: Plan | None = None
     session: Session | None = None
     own_forward: Callable[..., object] | None = field(default=None)
+    hooks: dict[str, object] = field(default_factory=dict)
     planning_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -236,6 +239,7 @@ def extend(model: torch.nn.Module, state: CompiledState) -> None:
         "__doc__": base.__doc__,
         FIRST_ATTRIBUTE_OF_DDP: property(_refuse_wrapping),
     }
+    state.hooks = take_call_hooks(model)
     model.__dict__[_STATE] = state
     model.__class__ = type(base.__name__, (CompiledModule, base), names)
 
@@ -259,17 +263,22 @@ def _with_self(bound: Callable[..., object]) -> inspect.Signature:
 
 @contextlib.contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Give the module its own class and forward back while the body runs."""
+    """Give the module its own class, forward and hooks back while the body runs."""
     compiled = type(model)
     state = state_of(model)
     bases = compiled.__mro__
     model.__class__ = bases[bases.index(CompiledModule) + 1]
+    outer = {name: model.__dict__.pop(name) for name in ("forward",) if name in model.__dict__}
     if state.own_forward is not None:
         model.__dict__["forward"] = state.own_forward
+    later = take_call_hooks(model)
+    model.__dict__.update(state.hooks)
     try:
         yield
     finally:
         model.__dict__.pop("forward", None)
+        state.hooks = take_call_hooks(model)
+        model.__dict__.update(later | outer)
         model.__class__ = compiled
 
 

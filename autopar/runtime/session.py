@@ -31,6 +31,7 @@ from autopar.runtime.batches import (
     check_device,
     check_takes_no_gradient,
 )
+from autopar.runtime.changes import ModelChanges
 from autopar.runtime.clipping import GradientNorm, route_clipping
 from autopar.runtime.driving import Driver
 from autopar.runtime.failure import FailFast
@@ -52,6 +53,7 @@ from autopar.runtime.variants import (
 )
 from autopar.runtime.writes import draw_whole, take_up_writes
 from autopar.sharding.programs import LocalPrograms
+from autopar.torch_compat import has_call_hooks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Session:
         planned: The programs of the planned call.
         driver: Answers what steps ask for.
         guard: Keeps optimizers with the parameters.
+        changes: Finds what the user changes in the model.
         uncompiled: Gives the module its own class back while something is captured.
         watch: Ends all ranks when one fails; None in a plain process.
     """
@@ -117,6 +120,7 @@ class Session:
         planned: Variant,
         driver: Driver,
         guard: OptimizerGuard,
+        changes: ModelChanges,
         uncompiled: Callable[[torch.nn.Module], AbstractContextManager[None]],
         watch: FailFast | None,
     ) -> None:
@@ -138,6 +142,7 @@ class Session:
             draw_whole(residents.store, in_stages=plan.mesh.pp > 1)
         self._driver = driver
         self._guard = guard  # lives as long as the session: its hooks end with it
+        self._changes = changes
         self._uncompiled = uncompiled
         self._watch = watch
         self._planned = planned
@@ -163,8 +168,13 @@ class Session:
         tensors = call.tensors()
         check_device(tensors, self.place.device, rank=self.place.label)
         with self._watched(f"step {self.step + 1}"):
-            key = call_key(model, call, backward=backward)
-            difference = self._agreement.disagreement(key, tensors, has_news=self._guard.has_news())
+            with self._uncompiled(model):
+                marks = self._changes.of(model)
+            key = call_key(marks, call, backward=backward)
+            program = self._program(key, model, call, with_loss) if marks.changes else ()
+            difference = self._agreement.disagreement(
+                replace(key, changes=program), tensors, has_news=self._guard.has_news()
+            )
             if self._agreement.has_news and not difference:
                 self._guard.share_groups()
         if difference:
@@ -172,7 +182,7 @@ class Session:
         if backward and self.options.mode == "train":
             check_takes_no_gradient(tensors)
         check_origin(tensors, plan=self.plan_hash, rank=self.place.rank)
-        variant = self._variant(model, call, backward=backward, with_loss=with_loss)
+        variant = self._variant(key, model, call, with_loss=with_loss)
         self._check_values(variant, tensors)
         take_up_writes(self.residents)
         self._check_frozen()
@@ -183,7 +193,9 @@ class Session:
         """The model's own forward, with torch's own random numbers."""
         self.step += 1
         with self._uncompiled(model):
-            output = model.forward(*call.args(), **call.kwargs())
+            # through torch's call only for the model's own hooks: those for all modules ran
+            forward = model if has_call_hooks(model) else model.forward
+            output = forward(*call.args(), **call.kwargs())
         if with_loss and self.options.loss is not None:
             return self.options.loss(output, call.batch())
         return output
@@ -225,21 +237,45 @@ class Session:
         """Run calls like ``key`` by ``variant``."""
         self._variants[key] = variant
 
+    def _program(
+        self, key: CallKey, model: torch.nn.Module, call: ModelCall, with_loss: bool
+    ) -> tuple[tuple[str, str], ...]:
+        """What a changed model computes, to be compared with other ranks; () if as before.
+
+        What was changed may differ by rank, such as the time; what comes of it may not.
+        """
+        captured = self._variant(key, model, call, with_loss=with_loss).captured
+        before = self._variants.get(replace(key, changes=()))
+        known = self.captured if before is None else before.captured
+        return () if captured.is_same(known) else (("program", captured.hash),)
+
     def _variant(
-        self, model: torch.nn.Module, call: ModelCall, *, backward: bool, with_loss: bool
+        self, key: CallKey, model: torch.nn.Module, call: ModelCall, *, with_loss: bool
     ) -> Variant:
-        key = call_key(model, call, backward=backward)
         found = self._variants.get(key)
         if found is None:
-            found = self._variants[key] = self._new_variant(model, call, backward, with_loss)
+            found = self._variants[key] = self._new_variant(key, model, call, with_loss)
             if len(self._variants) > _MAX_VARIANTS:
                 self._variants.popitem(last=False)
         self._variants.move_to_end(key)
         return found
 
+    def _unchanged(self, key: CallKey, captured: Captured) -> Variant | None:
+        """What ran calls like this before the last change of the model, if that changed nothing."""
+        kind = replace(key, changes=())
+        for other in reversed(self._variants):
+            if other != key and replace(other, changes=()) == kind:
+                variant = self._variants[other]
+                if not variant.captured.is_same(captured):
+                    return None
+                self._changes.note_harmless(other.changes, key.changes)
+                return variant
+        return None
+
     def _new_variant(
-        self, model: torch.nn.Module, call: ModelCall, backward: bool, with_loss: bool
+        self, key: CallKey, model: torch.nn.Module, call: ModelCall, with_loss: bool
     ) -> Variant:
+        backward = key.backward
         tensors = call.tensors()
         metas = self.captured.input_metas
         if set(tensors) == set(metas) or backward:
@@ -248,6 +284,8 @@ class Session:
         loss = self.options.loss if with_loss else None
         try:
             captured = self._recapture(model, call, loss, backward)
+            if (unchanged := self._unchanged(key, captured)) is not None:
+                return unchanged
             is_planned = captured.hash == self.captured.hash
             decisions = decisions_of(self.plan, self.captured.graph)
             fitted = None

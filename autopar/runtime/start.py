@@ -13,6 +13,7 @@ from autopar.errors import ConfigError, PlanError
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.runtime.batches import call_key
+from autopar.runtime.changes import Marks, ModelChanges, modes_of
 from autopar.runtime.distributed import Driver as TorchDriver
 from autopar.runtime.driving import Driver, IdleDriver, LoneDriver
 from autopar.runtime.failure import FailFast
@@ -70,7 +71,7 @@ def start_session(  # noqa: PLR0913
     groups = None
     if place.is_distributed:
         groups = create_groups(plan.mesh, planned.local, place.device.type)
-    key = call_key(model, call, backward=captured.training)
+    key = call_key(Marks(modes_of(model), ()), call, backward=captured.training)
     residents, replaced = move_in(
         model,
         planned.local,
@@ -84,6 +85,7 @@ def start_session(  # noqa: PLR0913
     keep_own_dtypes(model, residents)
     guard.replace(replaced, residents.store, plan, distributed=place.is_distributed)
     session = Session(
+        changes=ModelChanges(model),
         plan=plan,
         captured=captured,
         options=options,

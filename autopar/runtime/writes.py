@@ -24,7 +24,7 @@ def take_up_writes(residents: Residents) -> None:
     """Copy buffers that were assigned into the memory that programs read.
 
     Raises:
-        ConfigError: A parameter was replaced or removed, or a buffer has another shape.
+        ConfigError: A parameter was replaced, removed or cast, or a buffer has another shape.
     """
     for name, skeleton in zip(residents.names, residents.skeletons, strict=True):
         is_parameter = skeleton.slots[0].is_parameter
@@ -32,6 +32,12 @@ def take_up_writes(residents: Residents) -> None:
         held: torch.Tensor | None = residents.buffers.get(name)
         if item is not None:
             held = item.parameter
+            if held.dtype != item.padded.dtype:
+                raise ConfigError(
+                    f"parameter {name!r} was cast to {held.dtype} after autopar.compile(), the "
+                    f"programs compute with {item.padded.dtype}; cast the model before compile(), "
+                    "or compile it with precision='bf16'"
+                )
         found = [slot.table.get(slot.attribute) for slot in skeleton.slots]
         if all(tensor is held for tensor in found):
             continue
