@@ -362,8 +362,7 @@ def has_call_hooks(module: torch.nn.Module) -> bool:
     return any(module.__dict__[name] for name in HOOKS_OF_CALLS)
 
 
-FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"
-"""What ``DistributedDataParallel`` looks up on a module before it does anything to it."""
+FIRST_ATTRIBUTE_OF_DDP = "_ddp_params_and_buffers_to_ignore"  # which DDP looks up before all else
 
 
 def clipping_functions() -> dict[str, Any]:
