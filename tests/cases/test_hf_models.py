@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import autopar
 from autopar.capture.tracing import capture
@@ -15,52 +11,16 @@ from autopar.plan.decisions import decisions_of
 from autopar.runtime.equivalence import verify_programs
 from autopar.sharding.build import localize
 from autopar.solver.force import forced_plan
+from tests.causal_model import CausalOutput, toy
 from tests.equivalence.harness import actions_for, problem_of
 from tests.zoo import build as build_tiny
 from tests.zoo_models import build
 
-VOCAB, SEQ = 24, 6
 CAUSAL = ("GPT-2", "GPT-NeoX", "BLOOM", "Llama", "Phi-3", "Falcon", "BERT", "T5")
 
 
-class CausalOutput(OrderedDict):
-    """Entries are attributes too, as in ``transformers.utils.ModelOutput``."""
-
-    def __getattr__(self, name: str) -> object:
-        return self.get(name)
-
-
-class ToyCausalLM(nn.Module):
-    """A language model that is called by keywords only and returns a class of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 16)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(16, VOCAB)
-
-    def forward(self, input_ids=None, *, attention_mask=None, labels=None, use_cache=False):
-        mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=mask, is_causal=True)
-        logits = self.head(hidden)
-        loss = None
-        if labels is not None:
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return CausalOutput(loss=loss, logits=logits, past=() if use_cache else None)
-
-
-def _toy() -> tuple[ToyCausalLM, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    ids = torch.randint(0, VOCAB, (4, SEQ))
-    return ToyCausalLM(), {"input_ids": ids, "labels": ids}
-
-
 def test_a_result_class_of_ones_own_comes_back_with_its_empty_fields() -> None:
-    model, batch = _toy()
+    model, batch = toy()
     with torch.no_grad():
         expected = model(**batch)
     compiled = autopar.compile(model, devices=1, inputs=batch, outputs=["logits"])
@@ -74,7 +34,7 @@ def test_a_result_class_of_ones_own_comes_back_with_its_empty_fields() -> None:
 
 
 def test_a_call_without_labels_returns_no_loss() -> None:
-    model, batch = _toy()
+    model, batch = toy()
     expected = model(batch["input_ids"])["logits"]
     compiled = autopar.compile(model, devices=1, inputs=batch).eval()
     with torch.no_grad():
@@ -85,7 +45,7 @@ def test_a_call_without_labels_returns_no_loss() -> None:
 
 
 def test_a_keyword_only_model_is_cut_into_two_stages() -> None:
-    model, batch = _toy()
+    model, batch = toy()
     report = autopar.verify(model, 2, batch, pp=2, num_microbatches=2)
     assert report.mesh == "pp2"
     assert report.eager_worst

@@ -246,7 +246,8 @@ def ranks_with_different_surroundings_have_one_plan():
     hashes = []
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, cost_models.local, "host_memory_bytes", memory)
-        for options in ({}, {"pp": 2}, {"tp": 2}):
+        for turn in range(20):
+            options = ({}, {"pp": 2}, {"tp": 2})[turn % 3]
             model = autopar.compile(Model(), WORLD, batch, **options)
             hashes.append(plan_hash(model.plan))
     alone = plan_only(Model(), "4x8:a100-80gb", batch)
