@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import logging
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError
 from autopar.plan.types import MeshShape
-from tests.dist.fact_functions import RANK, WORLD, Facts
+from tests.dist.facts import Facts, tell
 from tests.dist.state_models import (
     build,
     compiled,
@@ -33,6 +35,7 @@ from tests.dist.state_models import (
 )
 from tests.plans import hand_made_plan
 
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 fact = Facts()
 STAGES, SHARDED = MeshShape(pp=4), MeshShape(dp=4)
 
@@ -237,4 +240,4 @@ def _behead(path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("autopar").setLevel(logging.ERROR)
-    fact.run(sys.argv[1], sys.argv[2:])
+    tell(fact.chosen(sys.argv[2:]), Path(sys.argv[1]))

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import io
 import logging
+import os
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -13,9 +15,10 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.plan.types import MeshShape
 from tests import zoo
-from tests.dist.fact_functions import RANK, WORLD, Facts
+from tests.dist.facts import Facts, tell
 from tests.plans import hand_made_plan
 
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 fact = Facts()
 SHARDED = MeshShape(dp=4)
 
@@ -52,4 +55,4 @@ if __name__ == "__main__":
     logging.getLogger("autopar").setLevel(logging.ERROR)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    fact.run(sys.argv[1], sys.argv[2:])
+    tell(fact.chosen(sys.argv[2:]), Path(sys.argv[1]))

@@ -5,27 +5,47 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
 
 from tests.spawn import run_ranks
 
 MARK = "FACT "
 
 
-def tell(facts: Sequence[Callable[[], None]]) -> None:
-    """Run the facts in order on this rank; one line of output for each.
+class Facts:
+    """Functions in order, collected by decorating them."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[..., None]] = {}
+
+    def __call__(self, function: Callable[..., None]) -> Callable[..., None]:
+        self.functions[function.__name__] = function
+        return function
+
+    def chosen(self, names: Iterable[str]) -> list[Callable[..., None]]:
+        """Those of these names; all if there is none."""
+        wanted = set(names) or self.functions.keys()
+        return [function for name, function in self.functions.items() if name in wanted]
+
+
+def tell(facts: Iterable[Callable[..., None]], *args: object) -> None:
+    """Run the facts in order on this rank, each with ``args``; one line of output for each.
 
     A fact that fails on one rank alone may leave the others waiting; they end by the watch over
     the ranks, and the facts that follow are missing from the output.
     """
     for fact in facts:
         try:
-            fact()
+            fact(*args)
             failure = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failure = traceback.format_exc()
+            sys.stderr.write(f"{fact.__name__} fails:\n{failure}\n")  # the others may wait for ever
         sys.stdout.write(f"{MARK}{json.dumps([fact.__name__, failure])}\n")
+        sys.stdout.flush()
 
 
 def launch(

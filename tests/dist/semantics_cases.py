@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import logging
 import os
 import re
-import sys
-import traceback
 
 import pytest
 import torch
@@ -25,6 +22,8 @@ from autopar.capture.tracing import capture
 from autopar.errors import CaptureError, ConfigError, InputError
 from autopar.plan.types import MeshShape
 from autopar.solver.force import forced_plan
+from tests.causal_model import CausalOutput, toy
+from tests.dist.facts import tell
 from tests.plans import hand_made_plan
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -314,6 +313,23 @@ def nested_arguments_equal_eager_and_a_wrong_one_is_named_by_its_path():
         model(**call)["loss"].backward()
 
 
+def a_result_class_of_ones_own_keeps_its_empty_fields_on_every_rank():
+    batch = toy()[1]
+    for mesh in MESHES:
+        model, twin = compiled(toy()[0], mesh, batch, outputs=["logits"])
+        found, wanted = model(**batch), twin(**batch)
+        assert type(found) is CausalOutput
+        assert found.past is None
+        torch.testing.assert_close(found["logits"], wanted["logits"].detach())
+        torch.testing.assert_close(found.loss.detach(), wanted.loss.detach())
+        found.loss.backward()
+        with torch.no_grad():
+            again = model.eval()(input_ids=batch["input_ids"])
+        assert type(again) is CausalOutput
+        assert again.loss is None
+        model.train()
+
+
 ALL = (
     gradients_accumulate_over_calls_and_are_added_to_what_was_there,
     a_mean_over_labels_is_exact_where_a_rank_has_none,
@@ -328,25 +344,14 @@ ALL = (
     torch_s_generator_is_refused_on_several_ranks,
     a_decision_by_value_is_refused_with_its_line_on_every_rank,
     nested_arguments_equal_eager_and_a_wrong_one_is_named_by_its_path,
+    a_result_class_of_ones_own_keeps_its_empty_fields_on_every_rank,
 )
 FACTS = {2: ALL, 4: ALL[:7]}
 """Facts by the number of ranks that look for them; four are for what two can't show."""
-
-
-def report():
-    """One line of JSON per fact: its name, and "" or what went wrong."""
-    for fact in FACTS[WORLD]:
-        try:
-            fact()
-            fault = ""
-        except Exception:
-            fault = traceback.format_exc()
-        sys.stdout.write(json.dumps([fact.__name__, fault]) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("autopar").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
-    report()
+    tell(FACTS[WORLD])

@@ -2,8 +2,10 @@
 
 import copy
 import logging
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError
 from autopar.plan.types import MeshShape
-from tests.dist.fact_functions import RANK, WORLD, Facts
+from tests.dist.facts import Facts, tell
 from tests.dist.state_models import (
     VOCAB,
     batch_of,
@@ -30,6 +32,7 @@ from tests.dist.state_models import (
 )
 from tests.plans import hand_made_plan
 
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 fact = Facts()
 STAGES, SPLIT, SHARDED = MeshShape(pp=4), MeshShape(pp=2, tp=2), MeshShape(dp=4)
 
@@ -123,13 +126,14 @@ def all_rows_train(model, twin, vocab):
 def a_vocabulary_split_over_tensor_ranks_has_one_placement_for_both_uses(_):
     from tests.dist.state_models import build
 
-    options = {"tp": 4, "dp": 1, "pp": 1, "placements": {"embed.weight": "S(0)"}}
-    model, batch = build(vocab=10)
+    vocab, shards = {4: (10, [3, 3, 3, 1]), 3: (101, [34, 34, 33])}[WORLD]
+    options = {"tp": WORLD, "dp": 1, "pp": 1, "placements": {"embed.weight": "S(0)"}}
+    model, batch = build(vocab=vocab)
     twin = copy.deepcopy(model)
     model = autopar.compile(model, f"{WORLD}:cpu", batch, **options)
     assert model.head.weight is model.embed.weight
-    assert everywhere(model.embed.weight.to_local().shape[0]) == [3, 3, 3, 1]
-    all_rows_train(model, twin, 10)
+    assert everywhere(model.embed.weight.to_local().shape[0]) == shards
+    all_rows_train(model, twin, vocab)
 
 
 @fact
@@ -439,4 +443,4 @@ def statistics_and_counters_move_once_per_step_as_on_one_device(_):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.getLogger("autopar").setLevel(logging.ERROR)
-    fact.run(sys.argv[1], sys.argv[2:])
+    tell(fact.chosen(sys.argv[2:]), Path(sys.argv[1]))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.dist.facts import check, launch
 from tests.dist.semantics_cases import FACTS
-from tests.spawn import run_ranks
 
 CASES = Path(__file__).with_name("semantics_cases.py")
 
@@ -17,13 +16,9 @@ pytestmark = pytest.mark.dist
 
 
 @functools.cache
-def found(world_size: int) -> list[tuple[dict[str, str], str]]:
-    """By rank, what it found of each fact, and its errors."""
-    results = run_ranks(world_size, CASES, timeout_s=240)
-    return [
-        (dict(json.loads(line) for line in result.output.splitlines()), result.errors[-3000:])
-        for result in results
-    ]
+def found(world_size: int) -> dict[str, str]:
+    """What went wrong with each fact."""
+    return launch(world_size, CASES, timeout_s=240)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +30,9 @@ def found(world_size: int) -> list[tuple[dict[str, str], str]]:
     ],
 )
 def test_on_real_ranks(world_size, fact):
-    for rank, (facts, errors) in enumerate(found(world_size)):
-        assert fact in facts, f"rank {rank} did not get there:\n{errors}"
-        assert not facts[fact], f"rank {rank}:\n{facts[fact]}"
+    check(found(world_size), fact)
+
+
+@pytest.mark.parametrize("world_size", FACTS)
+def test_all_ranks_end_well(world_size):
+    check(found(world_size), "ranks end well")
