@@ -18,17 +18,22 @@ _MODES = ("train", "inference")
 
 def check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
     """Refuse what is no model, or is compiled already, or an unknown word."""
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"the model is {model!r} of type {type(model).__name__}; give an object of "
-            "torch.nn.Module"
-        )
+    check_module(model)
     if is_compiled(model):
         raise ConfigError(
             f"this {type(model).__name__} is compiled already; build a new one to compile it again"
         )
     if on_unknown not in _ON_UNKNOWN:
         raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
+
+
+def check_module(model: object, *, of: str = "") -> None:
+    """Refuse what is no model."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"{of}the model is {model!r} of type {type(model).__name__}; give an object of "
+            "torch.nn.Module"
+        )
 
 
 def check_kinds(

@@ -15,7 +15,7 @@ from typing import Unpack
 
 import torch
 
-from autopar.api.arguments import chosen_mode, precision_of
+from autopar.api.arguments import check_module, chosen_mode, precision_of
 from autopar.api.compiling import Devices, LossFunction, capture_call, make_plan
 from autopar.api.options import ConstraintOptions, user_constraints
 from autopar.capture.calls import ModelCall
@@ -172,11 +172,7 @@ def verify(  # noqa: PLR0913
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"verify: the model is {model!r} of type {type(model).__name__}; give an object of "
-            "torch.nn.Module"
-        )
+    check_module(model, of="verify: ")
     if is_compiled(model):
         raise ConfigError(
             f"verify: this {type(model).__name__} is compiled, and its parameters are one rank's; "

@@ -16,13 +16,7 @@ def verify_names(graph: Graph, *, what: str = "graph") -> None:
     Raises:
         PassError: A name is defined twice, or read before it is defined.
     """
-    seen: dict[str, Input | Node] = {}
-    for entry in graph.inputs:
-        _define(seen, entry, what)
-    for node in graph.nodes:
-        _check_reads(node, seen, what)
-        _define(seen, node, what)
-    _check_outputs(graph, seen, what)
+    _verify(graph, what, metas=False)
 
 
 def verify_graph(graph: Graph, *, what: str = "graph") -> None:
@@ -39,12 +33,17 @@ def verify_graph(graph: Graph, *, what: str = "graph") -> None:
     Raises:
         PassError: An invariant is broken; the text names the operator.
     """
+    _verify(graph, what, metas=True)
+
+
+def _verify(graph: Graph, what: str, *, metas: bool) -> None:
     seen: dict[str, Input | Node] = {}
     for entry in graph.inputs:
         _define(seen, entry, what)
     for node in graph.nodes:
         _check_reads(node, seen, what)
-        _check_meta(node, seen, what)
+        if metas:
+            _check_meta(node, seen, what)
         _define(seen, node, what)
     _check_outputs(graph, seen, what)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, InputKind, Node
 from autopar.sharding.build import signatures_of
-from autopar.sharding.placement import Routed, Shard
 from autopar.sharding.propagate import DataAxes
 from autopar.sharding.signature import AxisStrategy, OpSignature
 from cost_models.flops import work_of
+from cost_models.undivided import divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,4 +104,4 @@ def _is_split(node: Node, choice: object) -> bool:
         return True
     if not isinstance(choice, AxisStrategy):
         return False
-    return any(isinstance(p, Shard | Routed) for p in (*choice.inputs, *choice.outputs))
+    return divides(choice)

@@ -24,7 +24,7 @@ from autopar.sharding.placement import Routed, RoutedForm, Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.propagate import split_data_axes
 from autopar.solver.force import forced_plan
-from cost_models.coverage import coverage
+from cost_models.undivided import undivided
 from tests.equivalence.harness import (
     Problem,
     actions_for,
@@ -112,7 +112,7 @@ def test_data_ranks_and_microbatches_divide_all_matmuls(name: str) -> None:
         splits = split_data_axes(
             problem.graph, problem.signatures, num_microbatches=count, dp=dp
         ).choices
-        found = coverage(problem.graph, splits[axis])
+        found = undivided(problem.graph, splits[axis])
         assert found.total_flops > 0
         assert found.whole_share == 0, str(found)
 
@@ -126,7 +126,7 @@ def test_without_a_split_of_rows_the_same_check_finds_undivided_experts() -> Non
         for name, s in problem.signatures.items()
     }
     splits = split_data_axes(problem.graph, plain, num_microbatches=1, dp=2).choices["dp"]
-    found = coverage(problem.graph, splits)
+    found = undivided(problem.graph, splits)
     assert found.whole_share > 0.2
     assert "grouped_mm" in " ".join(found.whole)
 

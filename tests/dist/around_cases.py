@@ -24,9 +24,9 @@ from autopar.plan.types import MeshShape
 from tests.dist.data_cases import WORDS, Model, example
 from tests.dist.facts import tell
 from tests.plans import hand_made_plan
+from tests.dist.ranks import RANK, WORLD, refuses
 
 # defaults, since pytest imports every file to look for doctests
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICES = f"{WORLD}:cpu"
 
 
@@ -45,11 +45,6 @@ def models():
 
 def one_model():
     return next(iter(models()))
-
-
-def refuses(kind, text, call):
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
 
 
 def spoilt(name, value):

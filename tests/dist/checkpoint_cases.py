@@ -31,19 +31,12 @@ from tests.dist.state_models import (
     groups_of,
     optimizer_of,
     train,
-    whole,
 )
 from tests.plans import hand_made_plan
+from tests.dist.ranks import RANK, WORLD, everywhere, whole
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 fact = Facts()
 STAGES, SHARDED = MeshShape(pp=4), MeshShape(dp=4)
-
-
-def everywhere(value):
-    every = [None] * WORLD
-    dist.all_gather_object(every, value)
-    return every
 
 
 def trained(mesh, kind="adamw", steps=2, **options):

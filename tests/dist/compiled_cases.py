@@ -24,9 +24,9 @@ from autopar.errors import ConfigError, InputError, PlanError
 from autopar.plan.types import MeshShape
 from tests.plans import hand_made_plan
 from tests.zoo import build
+from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 
 # defaults, since pytest imports every file to look for doctests
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICES = f"{WORLD}:cpu"
 
 
@@ -38,21 +38,6 @@ def compiled(name, mesh, *, microbatches=1, zero=0, **options):
         capture(model, (), batch), mesh, num_microbatches=microbatches, zero=zero, num_devices=WORLD
     )
     return autopar.compile(model, DEVICES, batch, plan=plan, **options), twin, batch
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def close(found, wanted, what):
-    assert torch.allclose(found, wanted, rtol=2e-4, atol=2e-6), (
-        what, float((found - wanted).abs().max()), float(wanted.abs().max()),
-    )  # fmt: skip
-
-
-def refuses(kind, text, call):
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
 
 
 def parity(name, pp, dp, tp, virtual, microbatches, zero):

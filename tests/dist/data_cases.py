@@ -16,10 +16,10 @@ from autopar.plan.types import MeshShape
 from autopar.runtime.loading import Reader, ShardLoader
 from autopar.runtime.shares import LocalShare, ShareOrigin
 from tests.dist.facts import tell
+from tests.dist.ranks import RANK, WORLD
 from tests.plans import hand_made_plan
 
 # defaults, since pytest imports every file to look for doctests
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SAMPLES, LENGTH, WORDS, BATCH = 20, 6, 32, 8
 
 

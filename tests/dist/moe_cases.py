@@ -14,20 +14,10 @@ import torch
 
 import autopar
 from tests.moe_models import build_plain, build_transformer, route_all_to
+from tests.dist.ranks import RANK, close, whole
 
-RANK = int(os.environ.get("RANK", "0"))  # defaults, since pytest imports every file
 EXPERTS_OVER_DP = {"*.experts.gate_up_proj": "S(0)@dp"}
 EXPERTS_OVER_TP = {"*.experts.gate_up_proj": "S(0)"}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def close(found, wanted, what):
-    assert torch.allclose(found, wanted, rtol=2e-4, atol=2e-6), (
-        what, float((found - wanted).abs().max()), float(wanted.abs().max()),
-    )  # fmt: skip
 
 
 def trains(name, **options):

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from tests.dist.ranks import RANK, WORLD, everywhere
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICES = f"{WORLD}:cpu"
 ROWS, WIDTH = 64, 16
 AXES = ({"pp": 2}, {"dp": 2, "zero": 3}, {"tp": 2})
@@ -45,12 +45,6 @@ def batch_of(dtype=torch.float32):
 def compiled(model, batch, axes, **options):
     wanted = {"pp": 1, "dp": 1, "tp": 1, "num_microbatches": 2, **axes}
     return autopar.compile(model, DEVICES, batch, optimizer="sgd", **wanted, **options)
-
-
-def everywhere(value):
-    found = [None] * WORLD
-    dist.all_gather_object(found, value)
-    return found
 
 
 def local(tensor):

@@ -25,8 +25,8 @@ from autopar.solver.force import forced_plan
 from tests.causal_model import CausalOutput, toy
 from tests.dist.facts import tell
 from tests.plans import hand_made_plan
+from tests.dist.ranks import RANK, WORLD, refuses, whole
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICES = f"{WORLD}:cpu"
 MESHES = {
     1: (),
@@ -74,21 +74,12 @@ def compiled(model, mesh, inputs, *, microbatches=2, **options):
     return autopar.compile(model, DEVICES, inputs, plan=plan, **options), twin
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def same_gradients(model, twin):
     wanted = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             whole(parameter.grad), wanted[name].grad, rtol=2e-4, atol=2e-6, msg=name
         )
-
-
-def refuses(kind, text, call):
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
 
 
 # -- facts ----------------------------------------------------------------------------------------

@@ -16,13 +16,9 @@ from autopar.errors import InputError
 from autopar.plan.types import MeshShape
 from tests.cases.small_models import SmallGPT, tokens
 from tests.plans import hand_made_plan
+from tests.dist.ranks import RANK, WORLD, whole
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICES = f"{WORLD}:cpu"
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def compiled(mesh, microbatches, zero=0):

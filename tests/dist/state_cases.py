@@ -28,11 +28,10 @@ from tests.dist.state_models import (
     compiled,
     groups_of,
     optimizer_of,
-    whole,
 )
 from tests.plans import hand_made_plan
+from tests.dist.ranks import RANK, WORLD, everywhere, whole
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 fact = Facts()
 STAGES, SPLIT, SHARDED = MeshShape(pp=4), MeshShape(pp=2, tp=2), MeshShape(dp=4)
 
@@ -46,12 +45,6 @@ def close(found, wanted, what, rtol=2e-5):
 def refuses(text, call, kind=ConfigError):
     with pytest.raises(kind, match=re.escape(text)):
         call()
-
-
-def everywhere(value):
-    every = [None] * WORLD
-    dist.all_gather_object(every, value)
-    return every
 
 
 def whole_state(model):

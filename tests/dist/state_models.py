@@ -99,7 +99,3 @@ def train(model, optimizer, scheduler, steps, *, first=0, clip=None):
         optimizer.zero_grad()
         scheduler.step()
     return losses
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

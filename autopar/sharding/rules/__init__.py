@@ -66,20 +66,15 @@ def signature(
 def register_op(
     op: str, text: str, *, linear: Sequence[Sequence[int]] = (), padded: str = ""
 ) -> None:
-    """Say how a custom operator may be split, in every process and before compiling.
-
-    Such as ``register_op("mylib.scale", "(b, h), (h) -> (b, h)", linear=[(0,), (1,)])``: one list
-    of dim names per operand and result. A backward operator needs a rule of its own.
+    """What stands behind ``autopar.register_op``, without asking torch for the operator.
 
     Args:
-        op: Name, ``"mylib.scale"`` or ``"mylib::scale"`` for ``torch.ops.mylib.scale``;
-            ``".default"`` or another overload may follow.
+        op: Name, with ``::`` or ``.`` behind the library.
         text: The rule. ``!`` after a name keeps that dim whole, ``+`` says that results without it
             are sums over it, ``a*b`` is a merged dim, ``1`` a broadcast one, ``_`` an operand that
             is no tensor.
-        linear: Groups of argument positions that the operator is linear in, so that sums still to
-            be completed may pass it.
-        padded: Names, separated by spaces, of dims whose blocks may be uneven.
+        linear: As there.
+        padded: As there.
 
     Raises:
         ShardingError: The rule is malformed, or ``op`` is no name.

@@ -1,6 +1,6 @@
 """Which part of the arithmetic a split really divides.
 
-A split can be right and still vacuous: every rank computes everything. :func:`coverage` counts the
+A split can be right and still vacuous: every rank computes everything. :func:`undivided` counts the
 FLOPs of matmuls, convolutions and attention of a graph, and those of operators that every rank of
 an axis runs whole.
 """
@@ -18,7 +18,7 @@ from cost_models.flops import flops
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class Undivided:
     """FLOPs of one step, and what of them is not divided.
 
     Attributes:
@@ -42,7 +42,7 @@ class Coverage:
         return f"{self.whole_share:.1%} of {self.total_flops:.3g} FLOPs whole on every rank{names}"
 
 
-def coverage(graph: Graph, choices: Mapping[str, Choice]) -> Coverage:
+def undivided(graph: Graph, choices: Mapping[str, Choice]) -> Undivided:
     """How much of a graph's arithmetic a split over one axis divides.
 
     Args:
@@ -57,12 +57,12 @@ def coverage(graph: Graph, choices: Mapping[str, Choice]) -> Coverage:
         amount = flops(node.op, node.args, [metas[r] for r in node.refs()], node.meta)
         total += amount
         choice = choices.get(node.name)
-        if amount and not (isinstance(choice, AxisStrategy) and _divides(choice)):
+        if amount and not (isinstance(choice, AxisStrategy) and divides(choice)):
             whole[node.name] = amount
     names = sorted(whole, key=lambda name: (-whole[name], name))
-    return Coverage(total, sum(whole.values()), tuple(names))
+    return Undivided(total, sum(whole.values()), tuple(names))
 
 
-def _divides(strategy: AxisStrategy) -> bool:
+def divides(strategy: AxisStrategy) -> bool:
     """Whether a rank holds a share of an operand or result; a pending sum is no share."""
     return any(isinstance(p, Shard | Routed) for p in (*strategy.inputs, *strategy.outputs))

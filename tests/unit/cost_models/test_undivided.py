@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorMeta
 from autopar.sharding.signature import AxisStrategy
-from cost_models.coverage import coverage
 from cost_models.flops import work_of
+from cost_models.undivided import undivided
 
 F = "float32"
 
@@ -32,12 +32,12 @@ GRAPH = Graph(
 def test_operators_that_are_left_out_or_pass_pending_sums_are_whole() -> None:
     rows = AxisStrategy.parse("S(0) R -> S(0) | m")
     pending = AxisStrategy.parse("P(sum) R -> P(sum)")
-    assert coverage(GRAPH, {"mm": rows, "mm_1": rows}).whole_share == 0
-    found = coverage(GRAPH, {"mm": rows})
+    assert undivided(GRAPH, {"mm": rows, "mm_1": rows}).whole_share == 0
+    found = undivided(GRAPH, {"mm": rows})
     # 2 * 4 * 8 * 2 = 128 and 2 * 4 * 2 * 16 = 256 FLOPs
     assert (found.total_flops, found.whole_flops, found.whole) == (384, 256, ("mm_1",))
     assert str(found) == "66.7% of 384 FLOPs whole on every rank: mm_1"
-    assert coverage(GRAPH, {"mm": rows, "mm_1": pending}).whole == ("mm_1",)
+    assert undivided(GRAPH, {"mm": rows, "mm_1": pending}).whole == ("mm_1",)
 
 
 def test_rows_of_a_grouped_product_meet_one_matrix_each() -> None:
