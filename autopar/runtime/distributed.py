@@ -10,6 +10,7 @@ can't but by waiting, so that with gloo a thread waits.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ from autopar.runtime.groups import ProcessGroups
 from autopar.runtime.requests import Collective, PostRecv, Request, Send, WaitRecv, WaitSends
 
 T = TypeVar("T")
+CLOSING_S = 5.0
+"""How long the end of a process waits for sends that are on their way."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -229,6 +232,7 @@ class _WaitingThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="autopar sends", daemon=True)
             self._thread.start()
+            atexit.register(self.close)
         with self._changed:
             self._open += 1
         self._queue.put((work, tensor))
@@ -241,8 +245,17 @@ class _WaitingThread:
                 raise self._error
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread.
+
+        An interpreter that ends while a thread is inside a backend aborts the process. A send that
+        nobody receives ends when its peer does, which a failing rank has waited for.
+        """
+        if self._thread is None:
+            return
+        atexit.unregister(self.close)
         self._queue.put(None)
+        self._thread.join(timeout=CLOSING_S)
+        self._thread = None
 
     def _wait(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -16,7 +16,7 @@ minutes or for ever. So every rank has a thread that watches a key-value store:
 * a rank whose heart beats but that does not come to a step, or not on in it, stalls. A step that
   lasts longer than the time-out ends all ranks, with where each of them is.
 
-At a normal exit each rank says goodbye and its thread stops. Rank 0 hosts the store and stays until
+Before a process ends its thread is stopped. At a normal exit each rank says goodbye. Rank 0 hosts the store and stays until
 all others have seen its goodbye, a few seconds at most.
 
 The thread needs the interpreter: a call that holds Python's global lock for longer than
@@ -142,20 +142,34 @@ class FailFast:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop watching, at a normal end of the process."""
-        if self._stop.is_set():
-            return
+        """Stop watching, at the end of the process."""
+        is_normal = not (self._stop.is_set() or self._reported.is_set())
         self._stop.set()
         sys.excepthook = self._previous_hook
-        if self._reported.is_set():
+        self._end_thread()
+        if not is_normal:
             return
-        self._thread.join(timeout=2 * POLL_S)
         with contextlib.suppress(RuntimeError), self._lock:
             self._store.set(f"bye/{self.rank}", "1")
             if self.rank != 0:
                 self._store.add("farewell", 1)
         if self.rank == 0:
             self._wait_for("farewell", self.world_size - 1, GOODBYE_S)
+
+    def _end_thread(self) -> None:
+        """Wait until the thread has ended.
+
+        An interpreter that ends while one of its threads is inside the store aborts the process.
+        """
+        self._thread.join(timeout=SILENCE_S)
+        if self._thread.is_alive():
+            sys.stderr.write(
+                f"RankError: rank {self.rank} ends while rank 0, which keeps the watch's store, "
+                f"has not answered for {SILENCE_S:.0f} s: it was stopped\n"
+            )
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(EXIT_CODE)
 
     # ---------------------------------------------------------------- telling
     def _write(self, origin: int, text: str) -> bool:

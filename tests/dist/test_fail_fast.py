@@ -75,6 +75,51 @@ def test_ranks_that_end_at_different_times_end_well(last):
     assert all("RankError" not in r.errors for r in results)
 
 
+_THREADS_INSIDE_TORCH = """
+import sys, threading, time
+import torch
+from torch.distributed import TCPStore
+from autopar.runtime.distributed import _WaitingThread
+from autopar.runtime.failure import FailFast
+
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+store.set("a", "1")
+entered = threading.Event()
+
+def inside_torch(*_):
+    entered.set()
+    until_s = time.monotonic() + 3.0
+    while time.monotonic() < until_s:
+        store.get("a")  # takes the interpreter's lock again in a native frame
+    raise RuntimeError("the connection is lost")
+
+class Slow:
+    set = add = compare_set = staticmethod(lambda *_: b"")
+    multi_get = staticmethod(inside_torch)
+
+class Work:
+    wait = staticmethod(inside_torch)
+
+what = sys.argv[1]
+if what == "a send":
+    _WaitingThread().hold(Work(), torch.ones(1))
+    entered.wait()
+else:
+    watch = FailFast(Slow(), 1, 2)
+    watch.start()
+    entered.wait()
+    if what == "a report":
+        watch._lock = threading.Lock()  # this rank's own calls don't wait for the slow one
+        watch.report(ValueError("a wrong number"))
+"""
+
+
+@pytest.mark.parametrize("what", ["the watch", "a report", "a send"])
+def test_a_process_ends_in_order_while_a_thread_is_inside_torch(what):
+    (result,) = run_ranks(1, _THREADS_INSIDE_TORCH, args=(what,))
+    assert (result.code, result.errors) == (0, "")
+
+
 def test_a_run_that_hangs_is_ended_by_the_time_out():
     results = run_ranks(2, "import time\ntime.sleep(60)\n", timeout_s=1.0)
     assert [r.code for r in results] == [None, None]
