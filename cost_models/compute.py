@@ -101,7 +101,7 @@ def attention_efficiency(
         return fraction
     groups, rows, keys, width = (max(1, size) for size in dims)
     by_width = width / (width + HALF_HEAD) * (FULL_HEAD + HALF_HEAD) / FULL_HEAD
-    pieces = groups * -(-rows // ATTENTION_ROWS)
+    pieces = groups * rows / ATTENTION_ROWS
     by_pieces = min(1.0, pieces / curve.num_units) if curve.num_units else 1.0
     return fraction * min(1.0, by_width) * keys / (keys + HALF_SEQUENCE) * by_pieces
 
