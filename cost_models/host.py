@@ -8,35 +8,42 @@ machine (:attr:`~autopar.cluster.device.Device.host_operator_s`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from autopar.cluster.device import Device
 from autopar.errors import ConfigError
+from cost_models.constants import CONSTANTS, PriceConstants
 from cost_models.kernels import Backend
 
-# Share of an eager operator's host time that a compiled program's kernel costs: a generated
-# wrapper starts it, no autograd and no dispatch. [general]
-HOST_SHARE: Mapping[Backend, float] = MappingProxyType({Backend.EAGER: 1.0, Backend.COMPILED: 0.2})
 
-
-def issued_s(num_operators: float, device: Device, backend: Backend = Backend.EAGER) -> float:
-    """Seconds that the host needs to issue so many operators (or kernels, if compiled)."""
-    if num_operators < 0:
-        raise ConfigError(f"num_operators is {num_operators}, must be at least 0")
-    return num_operators * device.host_operator_s * HOST_SHARE[backend]
-
-
-def with_host_s(
-    device_s: float, num_operators: float, device: Device, backend: Backend = Backend.EAGER
+def issued_s(
+    num_operators: float,
+    num_collectives: float,
+    device: Device,
+    backend: Backend = Backend.EAGER,
+    constants: PriceConstants = CONSTANTS,
 ) -> float:
+    """Seconds that the host needs to issue so many operators and collectives.
+
+    Args:
+        num_operators: Kernels that are no collectives, at least 0.
+        num_collectives: At least 0.
+        device: Whose host.
+        backend: A compiled program issues kernels without dispatch and autograd.
+        constants: Of the prices.
+    """
+    if num_operators < 0 or num_collectives < 0:
+        raise ConfigError(
+            f"num_operators is {num_operators}, num_collectives {num_collectives}; "
+            "both must be at least 0"
+        )
+    share = constants.compiled_host_share if backend is Backend.COMPILED else 1.0
+    issued = num_operators * share + num_collectives * constants.collective_operators
+    return issued * device.host_operator_s
+
+
+def with_host_s(device_s: float, host_s: float) -> float:
     """Seconds of a program: the longer of its kernels and of the host that issues them.
 
-    >>> from autopar.cluster.device import DeviceKind
-    >>> slow_host = Device(name="d", kind=DeviceKind.CUDA, peak_flops=(("float32", 1.0),),
-    ...                    memory_bytes=1, memory_bandwidth_bytes_per_s=1.0, launch_overhead_s=0.0,
-    ...                    host_operator_s=2e-5, source="made up")
-    >>> with_host_s(1e-3, 100, slow_host)
+    >>> with_host_s(1e-3, 2e-3)
     0.002
     """
-    return max(device_s, issued_s(num_operators, device, backend))
+    return max(device_s, host_s)
