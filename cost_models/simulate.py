@@ -180,11 +180,12 @@ class _Simulator:
             raise DeadlockError(self.describe())
         spans = [
             Span(
-                t.rank, t.lane, t.action, t.start_s, t.end_s, t.label, t.overlaps, t.medium, t.peer
+                t.rank, t.lane, t.action, t.start_s, t.end_s, t.label, t.overlaps, t.medium,
+                t.peer, t.position,
             )
             for t in self.tasks
             if t.start_s is not None and t.end_s is not None
-        ]
+        ]  # fmt: skip
         spans.sort(key=lambda s: s.start_s)
         return Simulation(
             spans=tuple(spans),
@@ -230,6 +231,7 @@ class _Simulator:
             action,
             p2p_s.get(edge, 0.0) if isinstance(p2p_s, Mapping) else p2p_s,
             peer=receiver,
+            position=rank.position,
         )
         self.issue(task, rank.now_s)
         message = (*edge, _SENDS[action.kind], action.microbatch)
@@ -259,6 +261,7 @@ class _Simulator:
                     segment.seconds,
                     segment.label,
                     segment.overlaps,
+                    position=rank.position,
                 )
                 self.issue(task, rank.now_s)
                 if segment.overlaps:
@@ -321,7 +324,9 @@ class _Simulator:
             seconds = max(self.stages[s].of(action.kind) for s in (action.stage, peer))
             for who in (other, rank):
                 what = who.row[who.position]
-                who.running = Task(who.index, Lane.COMPUTE, Lane.COMPUTE, what, seconds)
+                who.running = Task(
+                    who.index, Lane.COMPUTE, Lane.COMPUTE, what, seconds, position=who.position
+                )
                 self.issue(who.running, start_s)
             self.ready.append(other)
         assert rank.running is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.plan.actions import Action, ActionKind
@@ -29,6 +30,7 @@ class Span(NamedTuple):
         overlaps: Whether the action went on beside it.
         medium: The lane whose link a message uses; the lane itself for all else.
         peer: The rank that a message goes to.
+        position: Of the action in its rank's list.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Span(NamedTuple):
     overlaps: bool = False
     medium: Lane = Lane.COMPUTE
     peer: int | None = None
+    position: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -47,7 +50,7 @@ class Span(NamedTuple):
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
     """A simulated step.
 
@@ -60,6 +63,16 @@ class Simulation:
     spans: tuple[Span, ...]
     makespan_s: float
     num_ranks: int
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """Spans of each rank, in order; a message is with its sender and with its receiver."""
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+            if span.peer is not None and span.peer != span.rank:
+                rows[span.peer].append(span)
+        return tuple(map(tuple, rows))
 
     @property
     def bubble_fraction(self) -> float:
@@ -78,13 +91,13 @@ class Simulation:
         """
         return sum(
             s.duration_s
-            for s in self.spans
+            for s in self.by_rank[rank]
             if s.rank == rank and s.action.kind in COMPUTES and not s.overlaps
         )
 
     def compute_spans(self, rank: int) -> tuple[Span, ...]:
         """What one rank's compute lane does."""
-        return tuple(s for s in self.spans if s.rank == rank and s.lane == Lane.COMPUTE)
+        return tuple(s for s in self.by_rank[rank] if s.rank == rank and s.lane == Lane.COMPUTE)
 
     def lane_s(self, rank: int, lane: Lane) -> float:
         """Seconds in which a lane of a rank is busy; messages it sends or gets count on theirs."""
@@ -102,8 +115,8 @@ class Simulation:
     def _intervals(self, rank: int, lanes: Sequence[Lane]) -> list[Interval]:
         return [
             (s.start_s, s.end_s)
-            for s in self.spans
-            if s.medium in lanes and rank in (s.rank, s.peer) and s.end_s > s.start_s
+            for s in self.by_rank[rank]
+            if s.medium in lanes and s.end_s > s.start_s
         ]
 
     def in_flight(self, stage: int) -> tuple[tuple[float, int], ...]:
@@ -144,7 +157,7 @@ class Simulation:
             rank: Pipeline rank.
             saved_bytes: What one micro-batch saves, by stage.
         """
-        own = {s.action.stage for s in self.spans if s.rank == rank}
+        own = {s.action.stage for s in self.by_rank[rank] if s.rank == rank}
         changes: list[tuple[float, int]] = []
         for stage in own:
             before = 0

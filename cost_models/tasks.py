@@ -31,6 +31,7 @@ class Task:
         label: Which part.
         overlaps: Whether its action goes on beside it.
         peer: Receiver of a message.
+        position: Of the action in its rank's list.
         start_s: When it began; None while it queues.
         end_s: When it ends; None while that is not known.
         waiters: Ranks that go on when it ends; None if there are none.
@@ -48,6 +49,7 @@ class Task:
     label: str = ""
     overlaps: bool = False
     peer: int | None = None
+    position: int = 0
     start_s: float | None = None
     end_s: float | None = None
     waiters: list[int] | None = None
