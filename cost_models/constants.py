@@ -20,7 +20,6 @@ class PriceConstants:
     Attributes:
         collective_call_s: Seconds that a collective on GPUs costs beside its transfer: its kernel
             is started and the ranks wait for each other.
-        collective_operators: Host time of a collective, in operators.
         slowdown: Share that compute loses while a collective runs beside it, in [0, 1]: the
             library takes multiprocessors and memory bandwidth.
         compiled_host_share: Host time of a compiled program's kernel, in eager operators.
@@ -29,13 +28,12 @@ class PriceConstants:
         rowwise_share: Rate of row-wise scaled 8-bit matmuls in that of tensor-wise scaled ones.
     """
 
-    collective_call_s: float = 100e-6  # [fitted]
-    collective_operators: float = 3.0  # [general]
-    slowdown: float = 0.25  # [fitted]
+    collective_call_s: float = 20e-6  # [fitted]
+    slowdown: float = 0.44  # [fitted]
     compiled_host_share: float = 0.2  # [general]
-    flash_1_share: float = 0.6  # [fitted; published: version 2 is 1.7 to 3 times as fast]
-    flash_triton_share: float = 0.8  # [fitted]
-    rowwise_share: float = 0.45  # [fitted]
+    flash_1_share: float = 0.46  # [fitted; published: version 2 is 1.7 to 3 times as fast]
+    flash_triton_share: float = 0.86  # [fitted]
+    rowwise_share: float = 0.49  # [fitted]
 
     def __post_init__(self) -> None:
         for field in fields(self):

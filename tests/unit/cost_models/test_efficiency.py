@@ -179,15 +179,14 @@ def test_an_eight_bit_matmul_is_two_casts_and_a_matmul_at_the_other_rate():
 
 
 def test_a_step_of_short_kernels_takes_as_long_as_the_host():
-    # 300 operators of 10 us and 20 collectives of two operators each
-    constants = PriceConstants(collective_operators=2.0, compiled_host_share=0.5)
-    host_s = issued_s(300, 20, DEVICE, constants=constants)
-    assert host_s == pytest.approx(3.4e-3)
-    assert with_host_s(1e-3, host_s) == host_s
-    assert with_host_s(5e-3, host_s) == 5e-3
-    assert issued_s(300, 20, DEVICE, Backend.COMPILED, constants) == pytest.approx(1.9e-3)
+    # 300 operators of 10 us
+    assert issued_s(300, DEVICE) == pytest.approx(3e-3)
+    assert with_host_s(1e-3, 300, DEVICE) == pytest.approx(3e-3)
+    assert with_host_s(5e-3, 300, DEVICE) == 5e-3
+    constants = PriceConstants(compiled_host_share=0.5)
+    assert with_host_s(0.0, 300, DEVICE, Backend.COMPILED, constants) == pytest.approx(1.5e-3)
     with pytest.raises(ConfigError, match="num_operators is -1"):
-        issued_s(-1, 0, DEVICE)
+        issued_s(-1, DEVICE)
 
 
 @pytest.mark.parametrize(
