@@ -10,20 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class AttentionKernel(StrEnum):
-    """How the core of attention is computed."""
-
-    FLASH_1 = "flash-1"
-    FLASH_2 = "flash-2"
-    FLASH_TRITON = "flash-triton"
-    UNFUSED = "unfused"
+from cost_models.kernels import AttentionKernel, Backend, Float8, Kernels
 
 
 class Framework(StrEnum):
     """Who runs the step: fixes what overlaps and what is kept in which precision."""
 
     MEGATRON = "megatron"
+    TORCH = "torch"  # 3-D parallel, nothing more is said
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"
     XLA = "xla"
@@ -34,7 +28,8 @@ class KernelFamily:
     """Kernels and framework of a run.
 
     Attributes:
-        attention: The core of attention.
+        attention: Kernel of fused attention; None where scores are operators of their own.
+        float8: Scaling of 8-bit linear layers; None for the record's own precision.
         fused: Regions of a block that are one kernel each: ``"norm"``, ``"softmax"``,
             ``"activation"``, ``"residual"``, ``"rotary"``.
         compiled: Every chain of element-wise operators is fused by a compiler.
@@ -45,7 +40,7 @@ class KernelFamily:
         dropout: Probability of dropping, 0.0 for none.
     """
 
-    attention: AttentionKernel
+    attention: AttentionKernel | None
     fused: frozenset[str]
     compiled: bool
     framework: Framework
@@ -53,18 +48,29 @@ class KernelFamily:
     prefetches_weights: bool
     scatters_messages: bool
     dropout: float
+    float8: Float8 | None = None
 
     @property
     def explicit_attention(self) -> bool:
         """Whether scores are operators of their own."""
-        return self.attention is AttentionKernel.UNFUSED
+        return self.attention is None
+
+    @property
+    def kernels(self) -> Kernels:
+        """The same for :func:`cost_models.kernels.kernel_works`."""
+        return Kernels(
+            backend=Backend.COMPILED if self.compiled else Backend.EAGER,
+            attention=self.attention or AttentionKernel.FLASH_2,
+            float8=self.float8,
+        )
 
     def __str__(self) -> str:
         """Such as ``megatron, unfused attention, fused norm softmax``."""
         fused = "compiled" if self.compiled else "fused " + (" ".join(sorted(self.fused)) or "none")
-        return f"{self.framework}, {self.attention} attention, {fused}"
+        return f"{self.framework}, {self.attention or 'unfused'} attention, {fused}"
 
 
+_GPT_RECIPES = (Framework.MEGATRON, Framework.DEEPSPEED, Framework.TORCH)
 ALL_REGIONS = frozenset({"norm", "softmax", "activation", "residual", "rotary"})
 
 
@@ -89,11 +95,11 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
         framework=framework,
         overlaps_data_reduction=framework in (Framework.FSDP, Framework.DEEPSPEED),
         prefetches_weights=framework is Framework.FSDP,
+        float8=_float8(parallel),
         scatters_messages="scatter/gather" in words,
         # GPT recipes of Megatron drop a tenth; MPT and Llama models, and XLA benchmarks, nothing
-        dropout=0.1 if framework in (Framework.MEGATRON, Framework.DEEPSPEED) and not is_lean
-        else 0.0,
-    )  # fmt: skip
+        dropout=0.1 if framework in _GPT_RECIPES and not is_lean else 0.0,
+    )
 
 
 def _words(entry: Mapping[str, object]) -> str:
@@ -112,19 +118,30 @@ def _framework(words: str, zero: object) -> Framework:
         return Framework.FSDP
     if "deepspeed" in words and ("pipeline engine" in words or zero == 3):
         return Framework.DEEPSPEED
-    return Framework.MEGATRON
+    if "megatron" in words or "nanotron" in words:
+        return Framework.MEGATRON
+    return Framework.TORCH
 
 
-def _attention(kernel: str, words: str, framework: Framework, *, is_lean: bool) -> AttentionKernel:
+def _float8(parallel: object) -> Float8 | None:
+    words = str(parallel.get("precision") or "") if isinstance(parallel, Mapping) else ""
+    if "float8" not in words:
+        return None
+    return Float8.ROWWISE if "rowwise" in words else Float8.TENSORWISE
+
+
+def _attention(
+    kernel: str, words: str, framework: Framework, *, is_lean: bool
+) -> AttentionKernel | None:
     if "flash" in kernel:
         return AttentionKernel.FLASH_1 if "v1" in kernel else AttentionKernel.FLASH_2
     if kernel in ("torch", "fused"):
-        return AttentionKernel.UNFUSED
+        return None
     if "flashattention (triton)" in words:
         return AttentionKernel.FLASH_TRITON
     if framework is Framework.FSDP or is_lean:
         return AttentionKernel.FLASH_2
-    return AttentionKernel.UNFUSED
+    return None
 
 
 def _fused(kernel: str, framework: Framework, *, is_lean: bool) -> frozenset[str]:
@@ -134,6 +151,6 @@ def _fused(kernel: str, framework: Framework, *, is_lean: bool) -> frozenset[str
         return frozenset({"softmax"})
     if kernel:
         return frozenset({"norm"}) if "rms" in kernel else frozenset()
-    if framework in (Framework.MEGATRON, Framework.DEEPSPEED):
+    if framework in _GPT_RECIPES:
         return ALL_REGIONS
     return frozenset({"norm"}) if is_lean and "mpt" in kernel else frozenset()

@@ -32,6 +32,7 @@ class Lanes:
     attention_s: float = 0.0
     memory_s: float = 0.0
     tensor_s: float = 0.0
+    host_s: float = 0.0
     data_s: float = 0.0
     total_s: float = 0.0
 
@@ -44,7 +45,7 @@ class StepTime:
         total_s: Seconds of the step.
         parts_s: On the slowest pipeline rank: ``"matmul"``, ``"attention"``, ``"memory"``,
             ``"tensor"`` (collectives of the tensor group), ``"data"`` (gathers and reductions that
-            nothing hides), ``"bubble"`` (waiting and messages), ``"optimizer"``.
+            nothing hides), ``"host"`` (kernels wait for the host), ``"bubble"`` (waiting and messages), ``"optimizer"``.
         forward_s: Per stage and micro-batch.
         backward_s: Per stage and micro-batch.
     """
@@ -107,7 +108,7 @@ def _parts(
     count = works.microbatches
     found = {
         name: count * sum(getattr(lane, f"{name}_s") for lane in lanes)
-        for name in ("matmul", "attention", "memory", "tensor")
+        for name in ("matmul", "attention", "memory", "tensor", "host")
     }
     hidden = count * busy_s(rank) - sum(found.values())
     found["data"] = max(0.0, hidden) + ends[rank][0] + tied_s
@@ -127,11 +128,13 @@ def _lanes(works: RecordWorks, prices: Prices, index: int, *, is_backward: bool)
         else:
             lane = item.op_class if item.op_class in seconds else OpClass.MATMUL
             seconds[lane] += count * prices.work_s(item)
-    compute_s = sum(seconds.values()) + tensor_s
+    operators = stage.backward_operators if is_backward else stage.forward_operators
+    compute_s = prices.issued_s(sum(seconds.values()) + tensor_s, operators)
     total_s, data_s = _with_data(works, prices, stage, rank, compute_s, is_backward=is_backward)
     return Lanes(
         matmul_s=seconds[OpClass.MATMUL], attention_s=seconds[OpClass.ATTENTION],
-        memory_s=seconds[OpClass.MEMORY], tensor_s=tensor_s, data_s=data_s, total_s=total_s,
+        memory_s=seconds[OpClass.MEMORY], tensor_s=tensor_s,
+        host_s=compute_s - sum(seconds.values()) - tensor_s, data_s=data_s, total_s=total_s,
     )  # fmt: skip
 
 

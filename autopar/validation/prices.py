@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from autopar.cluster.topology import Cluster
@@ -11,6 +12,9 @@ from autopar.validation.family import KernelFamily
 from cost_models.analytic import AnalyticCostModel
 from cost_models.compute import work_time_s
 from cost_models.flops import Work
+from cost_models.host import with_host_s
+from cost_models.kernels import FLOAT8, kernel_works
+from cost_models.overlap import overlapped_s
 
 
 class Prices(Protocol):
@@ -22,6 +26,10 @@ class Prices(Protocol):
 
     def collective_s(self, item: Collective, ranks: Sequence[int]) -> float:
         """Seconds of one collective among ``ranks``; of a message for ``"p2p"``."""
+        ...
+
+    def issued_s(self, device_s: float, num_operators: float) -> float:
+        """Seconds of a pass whose kernels take ``device_s``, the host's issuing included."""
         ...
 
     def beside_s(self, compute_s: float, comm_s: float) -> float:
@@ -39,12 +47,19 @@ class ClusterPrices:
 
     def work_s(self, work: Work) -> float:
         """Seconds of one kernel."""
-        return work_time_s(work, self.model.device)
+        device, kernels = self.model.device, self.family.kernels
+        if kernels.float8 is not None and work.dtype != FLOAT8:
+            kernels = replace(kernels, float8=None)
+        return sum(work_time_s(w, device) for w in kernel_works(work, kernels))
 
     def collective_s(self, item: Collective, ranks: Sequence[int]) -> float:
         """Seconds of one collective."""
         return self.model.collective_time_s(item.kind, item.payload_bytes, ranks)
 
+    def issued_s(self, device_s: float, num_operators: float) -> float:
+        """The longer of device and host."""
+        return with_host_s(device_s, num_operators, self.model.device, self.family.kernels.backend)
+
     def beside_s(self, compute_s: float, comm_s: float) -> float:
-        """The longer of both."""
-        return max(compute_s, comm_s)
+        """Compute loses a share beside communication."""
+        return overlapped_s(compute_s, comm_s)

@@ -28,7 +28,7 @@ CONVENTIONS: Mapping[str, str] = {
     "parallel.pp": "1",
     "parallel.dp": "GPUs over tp x pp x cp",
     "parallel.cp": "1",
-    "parallel.zero_stage": "0",
+    "parallel.zero_stage": "0; 2 for XLA's auto-sharding, which shards gradients and updates",
     "parallel.seq_parallel": "false",
     "parallel.recompute": "none",
     "parallel.virtual_stages": "1",
@@ -59,6 +59,7 @@ class Recompute(StrEnum):
     FULL = "full"  # whole layers, from their inputs
     CORE = "selective"  # scores, softmax and weighted sum of the values
     PER_OPERATOR = "per-op"  # everything but attention and every other matmul
+    SHARE = "share"  # a share of all operators, those that keep most bytes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +397,7 @@ class _Reader:
         percent = _PERCENT.match(words)
         if percent:
             share = fraction if fraction is not None else float(percent.group(1)) / 100
-            return Recompute.FULL, min(1.0, share)
+            return Recompute.SHARE, min(1.0, share)
         if words in ("none", "false", "off"):
             return Recompute.NONE, 1.0
         if words in ("full", "true", "on"):
@@ -422,7 +423,9 @@ class _Reader:
         value = self.value("parallel.zero_stage")
         if value is None:
             self.assumed.append("parallel.zero_stage")
-            return 0
+            source = self.entry.get("source")
+            words = str(source.get("table")) if isinstance(source, Mapping) else ""
+            return 2 if "auto_sharding" in words else 0
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise SkipRecord(f"parallel.zero_stage is {value!r}; known are 0 to 3")
         return int(str(value))

@@ -20,9 +20,13 @@ from autopar.validation.family import Framework, KernelFamily
 from autopar.validation.hardware import cluster_of
 from autopar.validation.models import BlockShape
 from autopar.validation.probes import Part
-from autopar.validation.records import Kind, Layout, Recompute, Record
+from autopar.validation.records import Layout, Recompute, Record
 from cost_models.flops import OpClass, Work
 
+# Operators of a layer, and of its attention core, as planners count them (Liu et al., Aceso, 2024).
+LAYER_OPERATORS = 13
+CORE_OPERATORS = 4
+_IN_BLOCKS = (Recompute.CORE, Recompute.PER_OPERATOR)
 HALF_DTYPES = {"fp16": "float16", "fp32": "float32", "tf32": "tf32"}
 
 
@@ -43,6 +47,8 @@ class StageWorks:
         layer_params: Of one layer.
         edge_params: Of embedding and head.
         saved_bytes: Kept by a forward.
+        forward_operators: Operators that the host issues for a forward.
+        backward_operators: The same of backward.
         full_layer_bytes: What one layer keeps while its backward runs, where it was not kept.
         forward_peak_bytes: Transients of forward.
         backward_peak_bytes: Transients of backward.
@@ -63,6 +69,8 @@ class StageWorks:
     full_layer_bytes: float
     forward_peak_bytes: float
     backward_peak_bytes: float
+    forward_operators: float
+    backward_operators: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +166,33 @@ def works_of(record: Record) -> RecordWorks:
     )  # fmt: skip
 
 
+def layer_of(
+    record: Record, *, recompute: Recompute | None = None, sequence: bool | None = None
+) -> RecordWorks:
+    """One layer of a record alone, optionally under another choice.
+
+    Raises:
+        SkipRecord: As :func:`works_of`.
+    """
+    layout = record.layout
+    one = replace(
+        layout, pp=1, virtual=1, tp=layout.tp[:1], dp=(1,), layer_shares=(1.0,), microbatches=1,
+        zero=0, recompute=layout.recompute if recompute is None else recompute,
+        sequence_parallel=layout.sequence_parallel if sequence is None else sequence,
+    )  # fmt: skip
+    record = replace(record, layout=one)
+    try:
+        stage = _stage(record, 0, 1.0, is_first=False, is_last=False)
+    except ConfigError as error:
+        raise SkipRecord(str(error)) from error
+    return RecordWorks(
+        name=record.name, source=record.source, family=record.family,
+        cluster=cluster_of(record.machine), stages=(stage,), pp=1, virtual=1, microbatches=1,
+        gpipe=False, p2p_bytes=0.0, p2p_gathers=(), once=((),), optimizer=((),), tied=None,
+        zero=0, precision=layout.precision,
+    )  # fmt: skip
+
+
 # -- stages ----------------------------------------------------------------------------------------
 def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
     """Sizes of a layer for one rank's micro-batch; vocabulary padded for the split."""
@@ -195,7 +230,7 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
     """Block, embedding and head of a record on one pipeline rank, in the record's precision."""
     layout = record.layout
     shape = block_shape(record, layout.dp[rank])
-    recompute = "none" if layout.recompute is Recompute.FULL else layout.recompute.value
+    recompute = layout.recompute.value if layout.recompute in _IN_BLOCKS else "none"
     found: dict[Part, Piece] = {}
     for part in Part:
         # the parts at the ends neither know heads nor the MLP: one capture for all that differ
@@ -213,24 +248,43 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
     return found
 
 
+def _shares(layout: Layout) -> tuple[float, float]:
+    """Layers that are made again whole, and layers whose attention core is made again.
+
+    A share of all operators is taken from those that keep most: the core first.
+    """
+    if layout.recompute is Recompute.FULL:
+        return 1.0, 0.0
+    if layout.recompute is not Recompute.SHARE:
+        return 0.0, 0.0
+    core = CORE_OPERATORS / LAYER_OPERATORS
+    whole = max(0.0, layout.recompute_share - core) / (1.0 - core)
+    return whole, (1.0 - whole) * min(1.0, layout.recompute_share / core)
+
+
 def _stage(
     record: Record, rank: int, layers: float, *, is_first: bool, is_last: bool
 ) -> StageWorks:
     layout = record.layout
     pieces = pieces_of(record, rank)
     block = pieces[Part.BLOCK]
-    parts: list[tuple[Piece, float]] = [(block, layers)]
+    whole, core = _shares(layout)
+    parts: list[tuple[Piece, float]] = [(block, layers * (1.0 - core))]
+    if core:
+        lean = replace(record, layout=replace(layout, recompute=Recompute.CORE))
+        parts.append((pieces_of(lean, rank)[Part.BLOCK], layers * core))
+    ends = len(parts)
     if is_first:
         parts.append((pieces[Part.EMBEDDING], 1.0))
     if is_last:
         parts.append((pieces[Part.HEAD], 1.0))
     forward = counted((i, c * n) for piece, n in parts for i, c in piece.forward)
     backward = counted((i, c * n) for piece, n in parts for i, c in piece.backward)
-    again = layers * layout.recompute_share if layout.recompute is Recompute.FULL else 0.0
+    again = layers * whole
     backward = counted((*backward, *((i, c * again) for i, c in block.forward)))
     saved = sum(piece.saved_bytes * n for piece, n in parts)
     saved -= again * (block.saved_bytes - block.input_bytes)
-    edges = sum(piece.params for piece, _ in parts[1:])
+    edges = sum(piece.params for piece, _ in parts[ends:])
     params = block.params * layers + edges
     gathers, reduces = _sharded(record, rank, block, layers, edges)
     return StageWorks(
@@ -242,7 +296,12 @@ def _stage(
         full_layer_bytes=block.saved_bytes - block.input_bytes if again else 0.0,
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
         backward_peak_bytes=max(p.backward_peak_bytes for p, _ in parts),
+        forward_operators=_operators(forward), backward_operators=_operators(backward),
     )  # fmt: skip
+
+
+def _operators(items: Items) -> float:
+    return sum(c * (i.num_kernels if isinstance(i, Work) else 1) for i, c in items)
 
 
 def _in_precision(piece: Piece, layout: Layout, part: Part) -> Piece:
@@ -283,6 +342,8 @@ def _grad_bytes(record: Record) -> int:
     precision = record.layout.precision
     if precision in ("fp16", "bf16-pure"):
         return 2
+    if precision == "bf16" and record.family.framework is Framework.TORCH:
+        return 2  # torch sums gradients in the type of the parameter
     return 4
 
 
@@ -351,8 +412,3 @@ def _optimizer(record: Record, chunks: tuple[StageWorks, ...]) -> Items:
             (Work(op_class=OpClass.MEMORY, moved_bytes=moved, num_kernels=kernels), float(added))
         )
     return counted(works)
-
-
-def is_step(record: Record) -> bool:
-    """Whether a record is a whole training step."""
-    return record.kind is Kind.STEP and record.family.framework in Framework
