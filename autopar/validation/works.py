@@ -114,7 +114,7 @@ class RecordWorks:
     precision: str
 
     def ranks_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Global ranks of the group along ``"tp"``, ``"dp"`` or ``"pp"`` (a hop) of a pipeline rank.
+        """Global ranks of a pipeline rank's group along ``"tp"``, ``"dp"`` or ``"pp"`` (a hop).
 
         Ranks are numbered tp first, then dp, then pp, as Megatron does.
         """
@@ -150,7 +150,6 @@ def works_of(record: Record) -> RecordWorks:
     gathers: Items = ()
     if record.family.scatters_messages and not layout.sequence_parallel and cuts > 1:
         gathers = ((Collective("all_gather", float(width), "tp"), 1.0),)
-    shares_embedding = layout.pp > 1 and record.shape.arch == "gpt"
     return RecordWorks(
         name=record.name, source=record.source, family=record.family, cluster=cluster,
         stages=stages, pp=layout.pp, virtual=layout.virtual, microbatches=layout.microbatches,
@@ -158,12 +157,18 @@ def works_of(record: Record) -> RecordWorks:
         p2p_bytes=width / cuts / layout.cp, p2p_gathers=gathers,
         once=tuple(_once(record, chunks) for chunks in per_rank),
         optimizer=tuple(_optimizer(record, chunks) for chunks in per_rank),
-        tied=Collective(
-            "all_reduce",
-            float(record.shape.vocab * record.shape.hidden * _grad_bytes(record) / layout.tp[0]), "pp",
-        ) if shares_embedding else None,
+        tied=_tied(record),
         zero=layout.zero, precision=layout.precision,
     )  # fmt: skip
+
+
+def _tied(record: Record) -> Collective | None:
+    """The sum of the gradients of an embedding that first and last rank share."""
+    shape, layout = record.shape, record.layout
+    if layout.pp == 1 or shape.arch != "gpt":
+        return None
+    size = shape.vocab * shape.hidden * _grad_bytes(record) / layout.tp[0]
+    return Collective("all_reduce", float(size), "pp")
 
 
 def layer_of(
