@@ -122,8 +122,8 @@ def piece_of(key: PieceKey) -> Piece:
         ),
         saved_bytes=saved_bytes(stage.forward) + stream_bytes,
         input_bytes=stream_bytes,
-        forward_peak_bytes=_peak(forward, freed=()),
-        backward_peak_bytes=_peak(backward, freed=(InputKind.SAVED,)),
+        forward_peak_bytes=_peak(forward, key.fused, freed=()),
+        backward_peak_bytes=_peak(backward, key.fused, freed=(InputKind.SAVED,)),
         params=sum(params),
     )
 
@@ -205,7 +205,8 @@ def _stream_bytes(programs: LocalPrograms) -> float:
     return 0.0
 
 
-def _peak(graph: Graph, *, freed: tuple[InputKind, ...]) -> float:
+def _peak(graph: Graph, fused: frozenset[str], *, freed: tuple[InputKind, ...]) -> float:
+    graph = Chains(graph, fused).without_inner() if fused else graph
     return float(
         liveness(
             graph, held_outputs=_HELD, freed_inputs=freed, workspace=lambda _node, _metas: 0
