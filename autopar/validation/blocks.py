@@ -8,13 +8,13 @@ off the emitted forward and backward. Nothing is priced here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.ir.graph import Graph, InputKind, Node, Output, OutputKind, Ref
 from autopar.sharding.build import localize, signatures_of
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.validation.chains import Chains
@@ -72,7 +72,6 @@ class Piece:
         forward_peak_bytes: Transients of forward beyond what it keeps.
         backward_peak_bytes: Transients of backward beyond what was kept.
         params: Parameters on this rank.
-        matrix_params: Those of them in matrices.
     """
 
     forward: Items
@@ -82,7 +81,6 @@ class Piece:
     forward_peak_bytes: float
     backward_peak_bytes: float
     params: int
-    matrix_params: int
 
     @property
     def flops(self) -> float:
@@ -114,12 +112,7 @@ def piece_of(key: PieceKey) -> Piece:
     forward = _cleaned(stage.forward, is_head=key.part is Part.HEAD)
     backward = _cleaned(stage.backward, is_head=key.part is Part.HEAD)
     again = _core_results(graph) if key.recompute == "selective" else frozenset()
-    params = [
-        (entry.meta.numel // (key.tp if isinstance(choices.get("tp", {}).get(entry.name), Shard) else 1),
-         len(entry.meta.shape))
-        for entry in graph.of_kind(InputKind.PARAM)
-        if entry.meta is not None and entry.target != STREAM
-    ]  # fmt: skip
+    params = _parameter_sizes(graph, choices.get("tp", {}), key.tp)
     stream_bytes = _stream_bytes(programs)
     return Piece(
         forward=_items(forward, key.fused),
@@ -129,11 +122,19 @@ def piece_of(key: PieceKey) -> Piece:
         ),
         saved_bytes=saved_bytes(stage.forward) + stream_bytes,
         input_bytes=stream_bytes,
-        forward_peak_bytes=_peak(forward, freed=()),
-        backward_peak_bytes=_peak(backward, freed=(InputKind.SAVED,)),
-        params=sum(n for n, _ in params),
-        matrix_params=sum(n for n, rank in params if rank > 1),
+        forward_peak_bytes=_peak(forward, key.fused, freed=()),
+        backward_peak_bytes=_peak(backward, key.fused, freed=(InputKind.SAVED,)),
+        params=sum(params),
     )
+
+
+def _parameter_sizes(graph: Graph, choices: Mapping[str, Choice], tp: int) -> list[int]:
+    """Elements of every parameter that one rank has."""
+    return [
+        entry.meta.numel // (tp if isinstance(choices.get(entry.name), Shard) else 1)
+        for entry in graph.of_kind(InputKind.PARAM)
+        if entry.meta is not None and entry.target != STREAM
+    ]
 
 
 def _remade(graph: Graph, key: PieceKey) -> frozenset[str]:
@@ -204,7 +205,8 @@ def _stream_bytes(programs: LocalPrograms) -> float:
     return 0.0
 
 
-def _peak(graph: Graph, *, freed: tuple[InputKind, ...]) -> float:
+def _peak(graph: Graph, fused: frozenset[str], *, freed: tuple[InputKind, ...]) -> float:
+    graph = Chains(graph, fused).without_inner() if fused else graph
     return float(
         liveness(
             graph, held_outputs=_HELD, freed_inputs=freed, workspace=lambda _node, _metas: 0

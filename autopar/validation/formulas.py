@@ -80,7 +80,7 @@ def compare(formulas: Mapping[str, str]) -> dict[str, tuple[float, float]]:
                 sequence_parallel=sequence_parallel,
                 fused=ALL_REGIONS,
                 recompute="none" if recompute == "full" else recompute,
-            )  # fmt: skip
+            )
         )
         saved = piece.input_bytes if recompute == "full" else piece.saved_bytes
         found[name] = (saved, evaluate(formula, values))

@@ -1,4 +1,4 @@
-"""A record's hardware as a cluster: data-sheet figures by GPU name, the record's own where it has them.
+"""A record's hardware as a cluster: data-sheet figures by GPU name, and what the record states.
 
 Memory size, memory bandwidth and adapter bandwidth of a record win over the preset's; what neither
 says is the GPU type's usual machine, and the cluster lists it among its assumptions.
@@ -95,7 +95,7 @@ def _inter(stated: Stated, usual: Link) -> Link:
         kind=LinkKind.ETHERNET if is_ethernet else LinkKind.INFINIBAND,
         latency_s=(25.0 if is_ethernet else 8.0) * MICRO_S,
         bandwidth_bytes_per_s=efficiency * stated.inter_gb_per_s * GB,
-        source=f"{stated.network or 'record'}: {stated.inter_gb_per_s} GB/s per GPU, x {efficiency}",
+        source=f"{stated.network or 'stated'}: {stated.inter_gb_per_s} GB/s, x {efficiency}",
     )
 
 

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class BlockShape:
         batch: Sequences of a micro-batch.
         explicit_attention: Scores are made, masked and normalised by operators of their own;
             False for one attention operator.
+        wide_softmax: Explicit scores are normalised in float32, as plain torch code does.
         dropout: Probability of dropping attention weights and residual updates.
         tied: Whether the head is the embedding.
     """
@@ -43,6 +44,7 @@ class BlockShape:
     seq: int
     batch: int
     explicit_attention: bool = False
+    wide_softmax: bool = False
     dropout: float = 0.0
     tied: bool = True
 
@@ -83,7 +85,7 @@ class Rotary(nn.Module):
 
 
 class Core(nn.Module):
-    """Causal attention over ``(b, heads, s, head_dim)``; ``(heads, b, s, head_dim)`` if explicit."""
+    """Causal attention over ``(b, heads, s, d)``; over ``(heads, b, s, d)`` if explicit."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class Core(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention output; ``mask`` is added to (or, boolean, hides) the scores if given."""
         if not self.shape.explicit_attention:
-            return F.scaled_dot_product_attention(
+            return functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
             )
         if q.shape[0] != k.shape[0]:
@@ -103,7 +105,11 @@ class Core(nn.Module):
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
         if mask is not None:
             scores = scores.masked_fill(mask, -10000.0)
-        return torch.matmul(self.drop(torch.softmax(scores, dim=-1)), v)
+        if self.shape.wide_softmax:
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        return torch.matmul(self.drop(weights), v)
 
 
 class Attention(nn.Module):
@@ -148,7 +154,8 @@ class Attention(nn.Module):
         q, k, v = (t.permute(order) for t in (q, k, v))
         made = self.core(q, k, v, mask)
         back = (2, 1, 0, 3) if self.shape.explicit_attention else (2, 0, 1, 3)
-        return self.out(made.permute(back).reshape(s * b, -1)).view(s, b, -1)
+        out: Tensor = self.out(made.permute(back).reshape(s * b, -1))
+        return out.view(s, b, -1)
 
 
 class GatedMLP(nn.Module):
@@ -164,7 +171,8 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(s, b, h)`` to the same."""
         rows = x.flatten(0, 1)
-        return self.down(self.activation(self.gate(rows), self.up(rows))).view(x.shape)
+        out: Tensor = self.down(self.activation(self.gate(rows), self.up(rows)))
+        return out.view(x.shape)
 
 
 class Gate(nn.Module):
@@ -172,7 +180,7 @@ class Gate(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Element by element."""
-        return F.silu(a) * b
+        return functional.silu(a) * b
 
 
 class MLP(nn.Module):
@@ -187,7 +195,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(s, b, h)`` to the same."""
-        return self.down(self.activation(self.up(x.flatten(0, 1)))).view(x.shape)
+        out: Tensor = self.down(self.activation(self.up(x.flatten(0, 1))))
+        return out.view(x.shape)
 
 
 class Residual(nn.Module):
@@ -199,7 +208,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, update: Tensor) -> Tensor:
         """Element by element."""
-        return x + self.drop(update)
+        dropped: Tensor = self.drop(update)
+        return x + dropped
 
 
 class Block(nn.Module):
@@ -215,7 +225,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
         """``(s, b, h)`` to the same."""
         x = self.residual_1(x, self.attention(self.norm_1(x), tables, mask))
-        return self.residual_2(x, self.mlp(self.norm_2(x)))
+        out: Tensor = self.residual_2(x, self.mlp(self.norm_2(x)))
+        return out
 
 
 class BlockProbe(nn.Module):
@@ -228,7 +239,8 @@ class BlockProbe(nn.Module):
 
     def forward(self, tables: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
         """Sum of the block's outputs."""
-        return self.block(self.x, tables, mask).sum()
+        out: Tensor = self.block(self.x, tables, mask)
+        return out.sum()
 
 
 class EmbeddingProbe(nn.Module):
@@ -245,7 +257,16 @@ class EmbeddingProbe(nn.Module):
         made = self.embedding(tokens)
         if self.positions is not None:
             made = made + self.positions(places)
-        return self.drop(made).sum()
+        dropped: Tensor = self.drop(made)
+        return dropped.sum()
+
+
+class Loss(nn.Module):
+    """Cross-entropy in float32."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean over rows."""
+        return functional.cross_entropy(logits.float(), labels)
 
 
 class HeadProbe(nn.Module):
@@ -256,8 +277,9 @@ class HeadProbe(nn.Module):
         self.x = nn.Parameter(torch.empty(shape.seq, shape.batch, shape.hidden))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss = Loss()
 
     def forward(self, labels: Tensor) -> Tensor:
         """Loss for ``labels`` ``(s, b)``."""
-        logits = self.head(self.norm(self.x).flatten(0, 1)).float()
-        return F.cross_entropy(logits, labels.flatten())
+        out: Tensor = self.loss(self.head(self.norm(self.x).flatten(0, 1)), labels.flatten())
+        return out

@@ -15,7 +15,7 @@ from cost_models.flops import OpClass, Work
 from cost_models.simulate import StageSeconds, simulate
 
 Pricing = Callable[[RecordWorks], Prices]
-# Micro-batches per rank after which a pipeline repeats itself: the rest is a multiple of its period.
+# Rounds of micro-batches (one per rank) after which a pipeline repeats itself.
 WARM_ROUNDS = 3
 
 
@@ -45,7 +45,8 @@ class StepTime:
         total_s: Seconds of the step.
         parts_s: On the slowest pipeline rank: ``"matmul"``, ``"attention"``, ``"memory"``,
             ``"tensor"`` (collectives of the tensor group), ``"data"`` (gathers and reductions that
-            nothing hides), ``"host"`` (kernels wait for the host), ``"bubble"`` (waiting and messages), ``"optimizer"``.
+            nothing hides), ``"host"`` (kernels wait for
+            the host), ``"bubble"`` (waiting and messages), ``"optimizer"``.
         forward_s: Per stage and micro-batch.
         backward_s: Per stage and micro-batch.
     """

@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
 from autopar.errors import ConfigError
-from autopar.units import GIB
+from autopar.units import GIB, MIB
 from autopar.validation.errors import SkipRecord
 from autopar.validation.family import KernelFamily, family_of
 from autopar.validation.hardware import Stated
@@ -182,7 +183,8 @@ def read_records(
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict):
-                raise SkipRecord("line is no JSON object")
+                skipped.append(Skipped(name, where, "line is no JSON object"))
+                continue
             name, where = str(entry.get("id", name)), str(entry.get("source_id", "?"))
             sources.add(where)
             if source is None or where == source:
@@ -354,13 +356,11 @@ class _Reader:
             self.assumed.append("parallel.tp")
             tp = (1,)
         if dp is None:
-            rest = self.whole("hardware.n_gpus") / (tp[0] * pp * cp)
-            if len(tp) > 1 or rest != int(rest) or rest < 1:
-                if self._kind() is not Kind.LAYER:
-                    raise SkipRecord("parallel.dp is missing and does not follow from the rest")
-                rest = 1
+            rest, left = divmod(self.whole("hardware.n_gpus"), tp[0] * pp * cp)
+            if (len(tp) > 1 or left) and self._kind() is not Kind.LAYER:
+                raise SkipRecord("parallel.dp is missing and does not follow from the rest")
             self.assumed.append("parallel.dp")
-            dp = (int(rest),)
+            dp = (max(1, rest),)
         stretched = []
         for name, values in (("tp", tp), ("dp", dp)):
             if len(values) not in (1, pp):
@@ -370,9 +370,10 @@ class _Reader:
 
     def _batches(self, dp: int, kind: Kind) -> tuple[int, int, int]:
         if kind is Kind.LAYER:
-            mbs = self.whole("parallel.mbs")
-            return mbs, mbs, 1
-        mbs, gbs = self.optional("parallel.mbs"), self.optional("parallel.gbs")
+            alone = self.whole("parallel.mbs")
+            return alone, alone, 1
+        gbs = self.optional("parallel.gbs")
+        mbs: float | None = self.optional("parallel.mbs")
         count = self.optional("parallel.microbatches")
         if mbs is None and gbs is not None and count is not None:
             self.assumed.append("parallel.mbs")
@@ -438,10 +439,7 @@ class _Reader:
             extra = bounds[-1] - shape.layers
             head = extra // 2
             first, last = head, head + shape.layers
-            return tuple(
-                float(max(0, min(b, last) - max(a, first)))
-                for a, b in zip(bounds, bounds[1:], strict=False)
-            )
+            return tuple(float(max(0, min(b, last) - max(a, first))) for a, b in pairwise(bounds))
         if isinstance(operators, list) and len(operators) == pp:
             total = sum(operators)
             return tuple(shape.layers * count / total for count in operators)
@@ -485,7 +483,9 @@ class _Reader:
             raise SkipRecord("measured has no iteration time and none follows from what it has")
         return Measured(
             iteration_s=iteration, memory_bytes=memory,
-            stage_memory_bytes=tuple(m * 2.0**20 for m in stages) if isinstance(stages, list) else (),
+            stage_memory_bytes=tuple(m * float(MIB) for m in stages)
+            if isinstance(stages, list)
+            else (),
             layer_forward_s=None if forward is None else forward / 1e3,
             layer_backward_s=None if backward is None else backward / 1e3,
             layer_overhead=None if overhead is None else overhead / 100,

@@ -49,7 +49,6 @@ class StageWorks:
         saved_bytes: Kept by a forward.
         forward_operators: Operators that the host issues for a forward.
         backward_operators: The same of backward.
-        full_layer_bytes: What one layer keeps while its backward runs, where it was not kept.
         forward_peak_bytes: Transients of forward.
         backward_peak_bytes: Transients of backward.
     """
@@ -66,7 +65,6 @@ class StageWorks:
     layer_params: float
     edge_params: float
     saved_bytes: float
-    full_layer_bytes: float
     forward_peak_bytes: float
     backward_peak_bytes: float
     forward_operators: float
@@ -114,7 +112,7 @@ class RecordWorks:
     precision: str
 
     def ranks_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Global ranks of the group along ``"tp"``, ``"dp"`` or ``"pp"`` (a hop) of a pipeline rank.
+        """Global ranks of a pipeline rank's group along ``"tp"``, ``"dp"`` or ``"pp"`` (a hop).
 
         Ranks are numbered tp first, then dp, then pp, as Megatron does.
         """
@@ -150,7 +148,6 @@ def works_of(record: Record) -> RecordWorks:
     gathers: Items = ()
     if record.family.scatters_messages and not layout.sequence_parallel and cuts > 1:
         gathers = ((Collective("all_gather", float(width), "tp"), 1.0),)
-    shares_embedding = layout.pp > 1 and record.shape.arch == "gpt"
     return RecordWorks(
         name=record.name, source=record.source, family=record.family, cluster=cluster,
         stages=stages, pp=layout.pp, virtual=layout.virtual, microbatches=layout.microbatches,
@@ -158,12 +155,18 @@ def works_of(record: Record) -> RecordWorks:
         p2p_bytes=width / cuts / layout.cp, p2p_gathers=gathers,
         once=tuple(_once(record, chunks) for chunks in per_rank),
         optimizer=tuple(_optimizer(record, chunks) for chunks in per_rank),
-        tied=Collective(
-            "all_reduce",
-            float(record.shape.vocab * record.shape.hidden * _grad_bytes(record) / layout.tp[0]), "pp",
-        ) if shares_embedding else None,
+        tied=_tied(record),
         zero=layout.zero, precision=layout.precision,
     )  # fmt: skip
+
+
+def _tied(record: Record) -> Collective | None:
+    """The sum of the gradients of an embedding that first and last rank share."""
+    shape, layout = record.shape, record.layout
+    if layout.pp == 1 or shape.arch != "gpt":
+        return None
+    size = shape.vocab * shape.hidden * _grad_bytes(record) / layout.tp[0]
+    return Collective("all_reduce", float(size), "pp")
 
 
 def layer_of(
@@ -206,6 +209,7 @@ def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
         arch=shape.arch, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
         ffn=shape.ffn, vocab=-(-shape.vocab // unit) * unit, seq=shape.seq // layout.cp,
         batch=batch, explicit_attention=family.explicit_attention, dropout=family.dropout,
+        wide_softmax=family.explicit_attention and not {"softmax", EVERYTHING} & fused_of(family),
         tied=shape.arch != "llama",
     )  # fmt: skip
 
@@ -235,7 +239,7 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
     for part in Part:
         # the parts at the ends neither know heads nor the MLP: one capture for all that differ
         own = shape if part is Part.BLOCK else replace(
-            shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False
+            shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False, wide_softmax=False
         )  # fmt: skip
         own = replace(own, vocab=1, tied=True) if part is Part.BLOCK else own
         key = PieceKey(
@@ -293,11 +297,21 @@ def _stage(
         layers=layers, tp=layout.tp[rank], dp=layout.dp[rank] * layout.cp,
         params=params, layer_params=block.params, edge_params=edges,
         saved_bytes=saved,
-        full_layer_bytes=block.saved_bytes - block.input_bytes if again else 0.0,
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
-        backward_peak_bytes=max(p.backward_peak_bytes for p, _ in parts),
+        backward_peak_bytes=_backward_peak(pieces, again=again > 0, is_last=is_last),
         forward_operators=_operators(forward), backward_operators=_operators(backward),
     )  # fmt: skip
+
+
+def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> float:
+    """Transients of backward: the head's, or those of a layer once the head's values are gone."""
+    block, head = pieces[Part.BLOCK], pieces[Part.HEAD]
+    layer = block.backward_peak_bytes
+    if again:
+        layer += block.saved_bytes - block.input_bytes
+    if not is_last:
+        return layer
+    return max(head.backward_peak_bytes, layer - head.saved_bytes + head.input_bytes)
 
 
 def _operators(items: Items) -> float:
