@@ -140,7 +140,7 @@ def test_a_rate_becomes_a_time_by_the_formula_that_the_record_names():
             "iter_s": "drop",
             "tflops_per_gpu": 100,
             "flops_convention": "F=96*B*s*L*h^2*(...)",
-        }  # fmt: skip
+        }
     )
     record = parse_record(entry)
     flops = published_flops(record.shape, 32, passes=4)
