@@ -81,6 +81,10 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
     """The family of a record.
 
     Rules, first match wins: the words of ``parallel.kernel``; then the framework's usual kernels.
+
+    Sharded weights are gathered ahead by FSDP and by DeepSpeed. Gradients are reduced beside
+    backward where every micro-batch reduces them, and by torch's bucketed reducer, which nanotron
+    uses without ZeRO; Megatron and DeepSpeed's pipeline engine reduce after the schedule.
     """
     words = _words(entry)
     parallel = entry.get("parallel")
@@ -96,8 +100,10 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
         fused=_fused(kernel, words, framework),
         compiled=compiled or framework is Framework.XLA,
         framework=framework,
-        overlaps_data_reduction=framework in (Framework.FSDP, Framework.DEEPSPEED),
-        prefetches_weights=framework is Framework.FSDP,
+        overlaps_data_reduction=framework is Framework.FSDP
+        or (framework is Framework.DEEPSPEED and zero == 3)
+        or ("nanotron" in words and zero == 0),
+        prefetches_weights=framework in (Framework.FSDP, Framework.DEEPSPEED),
         float8=_float8(parallel),
         splits_loss=framework is not Framework.TORCH,
         scatters_messages="scatter/gather" in words,
