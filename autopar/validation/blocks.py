@@ -18,6 +18,7 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.validation.chains import Chains
+from autopar.validation.convolutions import ConvShape
 from autopar.validation.models import BlockShape
 from autopar.validation.placing import STREAM, megatron_choices
 from autopar.validation.probes import Part, captured_graph
@@ -53,10 +54,11 @@ class PieceKey:
     """Everything that decides a piece."""
 
     part: Part
-    shape: BlockShape
+    shape: BlockShape | ConvShape
     tp: int = 1
     sequence_parallel: bool = False
     fused: frozenset[str] = frozenset()
+    split_loss: bool = True
     recompute: str = "none"  # "none", "selective", "per-op"; whole layers are made of both passes
 
 
@@ -101,16 +103,17 @@ def piece_of(key: PieceKey) -> Piece:
     """
     graph = captured_graph(key.part, key.shape)
     signatures = signatures_of(graph)
-    choices = (
-        {"tp": megatron_choices(graph, signatures, key.tp, sequence_parallel=key.sequence_parallel)}
-        if key.tp > 1
-        else {}
-    )
+    choices: dict[str, dict[str, Choice]] = {}
+    if key.tp > 1:
+        choices["tp"] = megatron_choices(
+            graph, signatures, key.tp,
+            sequence_parallel=key.sequence_parallel, split_loss=key.split_loss,
+        )  # fmt: skip
     decisions = Decisions(axis_sizes=(1, 1, key.tp), choices=choices, recompute=_remade(graph, key))
     programs = localize(graph, decisions, signatures)
     stage = programs.stages[0]
-    forward = _cleaned(stage.forward, is_head=key.part is Part.HEAD)
-    backward = _cleaned(stage.backward, is_head=key.part is Part.HEAD)
+    forward = _cleaned(stage.forward, is_head=key.part in (Part.HEAD, Part.NETWORK))
+    backward = _cleaned(stage.backward, is_head=key.part in (Part.HEAD, Part.NETWORK))
     again = _core_results(graph) if key.recompute == "selective" else frozenset()
     params = _parameter_sizes(graph, choices.get("tp", {}), key.tp)
     stream_bytes = _stream_bytes(programs)

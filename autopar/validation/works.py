@@ -15,6 +15,7 @@ from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
 from autopar.validation.blocks import Collective, Item, Items, Piece, PieceKey, counted, piece_of
 from autopar.validation.chains import EVERYTHING
+from autopar.validation.convolutions import BLOCKS, ConvShape
 from autopar.validation.errors import SkipRecord
 from autopar.validation.family import Framework, KernelFamily
 from autopar.validation.hardware import cluster_of
@@ -133,8 +134,6 @@ def works_of(record: Record) -> RecordWorks:
     Raises:
         SkipRecord: The hardware is not known, or the plan does not fit the model.
     """
-    if record.shape.arch == "wresnet":
-        raise SkipRecord("model.arch is wresnet with a plan that only names its method")
     cluster = cluster_of(record.machine)
     try:
         stages = tuple(_stages(record))
@@ -214,14 +213,21 @@ def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
     )  # fmt: skip
 
 
-def fused_of(family: KernelFamily) -> frozenset[str]:
-    """What the family's kernels fuse, as :class:`~autopar.validation.chains.Chains` takes it."""
-    return frozenset({EVERYTHING}) if family.compiled else family.fused
+def fused_of(family: KernelFamily, part: Part = Part.BLOCK) -> frozenset[str]:
+    """What the family's kernels fuse, as :class:`~autopar.validation.chains.Chains` takes it.
+
+    XLA compiles the whole step; torch programs are compiled block by block, as their recipes do.
+    """
+    is_whole = family.framework is Framework.XLA or part is Part.BLOCK
+    return frozenset({EVERYTHING}) if family.compiled and is_whole else family.fused
 
 
 def _stages(record: Record) -> Iterable[StageWorks]:
     layout = record.layout
     count = layout.pp * layout.virtual
+    if record.shape.arch == "wresnet":
+        yield _network(record)
+        return
     for index in range(count):
         rank = index % layout.pp
         yield _stage(
@@ -236,7 +242,7 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
     shape = block_shape(record, layout.dp[rank])
     recompute = layout.recompute.value if layout.recompute in _IN_BLOCKS else "none"
     found: dict[Part, Piece] = {}
-    for part in Part:
+    for part in (Part.BLOCK, Part.EMBEDDING, Part.HEAD):
         # the parts at the ends neither know heads nor the MLP: one capture for all that differ
         own = shape if part is Part.BLOCK else replace(
             shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False, wide_softmax=False
@@ -245,7 +251,8 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
         key = PieceKey(
             part=part, shape=own, tp=layout.tp[rank],
             sequence_parallel=layout.sequence_parallel and layout.tp[rank] > 1,
-            fused=fused_of(record.family),
+            fused=fused_of(record.family, part),
+            split_loss=record.family.splits_loss or part is not Part.HEAD,
             recompute=recompute if part is Part.BLOCK else "none",
         )  # fmt: skip
         found[part] = _in_precision(piece_of(key), layout, part)
@@ -300,6 +307,33 @@ def _stage(
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
         backward_peak_bytes=_backward_peak(pieces, again=again > 0, is_last=is_last),
         forward_operators=_operators(forward), backward_operators=_operators(backward),
+    )  # fmt: skip
+
+
+def _network(record: Record) -> StageWorks:
+    """A convolutional network on data ranks: one stage."""
+    shape, layout = record.shape, record.layout
+    if layout.pp * layout.tp[0] * layout.virtual * layout.cp > 1:
+        raise SkipRecord("model.arch is wresnet, which is predicted on data ranks alone")
+    if shape.layers not in BLOCKS:
+        known = ", ".join(map(str, BLOCKS))
+        raise SkipRecord(f"model.layers is {shape.layers}; Wide-ResNets of {known} are known")
+    own = ConvShape(
+        layers=shape.layers, base_channels=shape.base_channels, image=shape.image,
+        width_factor=shape.width_factor, batch=layout.mbs,
+    )  # fmt: skip
+    piece = piece_of(PieceKey(part=Part.NETWORK, shape=own, fused=fused_of(record.family)))
+    count = own.num_blocks
+    one = replace(piece, params=piece.params // count)
+    gathers, reduces = _sharded(record, 0, one, float(count), 0.0)
+    return StageWorks(
+        forward=piece.forward, backward=piece.backward, gathers_forward=gathers,
+        gathers_backward=gathers, reduces=reduces, layers=float(count), tp=1, dp=layout.dp[0],
+        params=float(piece.params), layer_params=one.params, edge_params=0.0,
+        saved_bytes=piece.saved_bytes, forward_peak_bytes=piece.forward_peak_bytes,
+        backward_peak_bytes=piece.backward_peak_bytes,
+        forward_operators=_operators(piece.forward),
+        backward_operators=_operators(piece.backward),
     )  # fmt: skip
 
 
