@@ -2,9 +2,10 @@
 
 An eager step issues every operator of forward and backward from the host, some microseconds each
 (Python, dispatch, autograd). The queue hides that while kernels are longer; a pass of short kernels
-takes as long as the host. Where both are alike neither hides all of the other. Once per step the host also does what nothing hides: it fetches a batch,
-reads the gradients' norm, scales the loss, logs. Source: ours; both figures are properties of the
-machine (:attr:`~autopar.cluster.device.Device.host_operator_s`, ``host_step_s``).
+takes as long as the host; where both are alike neither hides all of the other. Once per step the
+host also does what nothing hides: it fetches a batch, reads the gradients' norm, scales the loss,
+logs. Source: ours; both figures are properties of the machine
+(:attr:`~autopar.cluster.device.Device.host_operator_s`, ``host_step_s``).
 """
 
 from __future__ import annotations
