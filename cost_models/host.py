@@ -10,6 +10,8 @@ logs. Source: ours; both figures are properties of the machine
 
 from __future__ import annotations
 
+import math
+
 from autopar.cluster.device import Device
 from autopar.errors import ConfigError
 from cost_models.constants import CONSTANTS, PriceConstants
@@ -59,4 +61,5 @@ def with_host_s(
     if longer_s <= 0.0:
         return 0.0
     power = constants.host_blend
-    return longer_s * float(1.0 + (min(device_s, host_s) / longer_s) ** power) ** (1.0 / power)
+    shorter = min(device_s, host_s) / longer_s
+    return longer_s * math.pow(1.0 + math.pow(shorter, power), 1.0 / power)
