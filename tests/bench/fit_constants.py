@@ -4,12 +4,14 @@
 
     python tests/bench/fit_constants.py --data published.jsonl [--works works.pickle] [--rounds 3]
 
-What a run does (its works) is found once and kept in ``--works``. Every parameter is a factor on
-the value in the code, for one GPU type, one kind of link or one kind of operation; none belongs to
-a source. The fit is Gauss-Newton on ``log(predicted / measured)``: all sources weigh the same,
-large residuals count linearly, and a ridge holds back factors that the runs say little about. It
-prints errors by source with the figures in the code, after the fit, and for each source with a fit
-that has not seen it; then the values to write into the code.
+What a run does (its works) is found once and kept in ``--works`` (delete the file when the code
+that finds it changes). Every parameter is a factor on the value in the code, for one GPU type, one
+kind of link or one kind of operation; none belongs to a source. The fit is Gauss-Newton on
+``log(predicted / measured)``: all sources weigh the same, large residuals count linearly, and a
+ridge pulls each figure towards the one that would be taken without any run (:data:`GENERAL`), so
+that a fit without a source knows nothing of it. It prints errors by source with the figures in the
+code, after the fit, and for each source with a fit that has not seen it; then the values to write
+into the code.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean, median
 
+from autopar.cluster.presets import ETHERNET_EFFICIENCY, RDMA_EFFICIENCY
 from autopar.cluster.topology import Cluster, Link, LinkKind
 from autopar.validation.errors import SkipRecord
 from autopar.validation.hardware import cluster_of
@@ -31,11 +34,37 @@ from autopar.validation.prices import ClusterPrices, Prices
 from autopar.validation.records import Kind, Record, read_records
 from autopar.validation.works import RecordWorks, layer_of, works_of
 from cost_models.constants import CONSTANTS, PriceConstants
+from cost_models.kernels import AttentionKernel, Float8
 
+# What would be taken without any run: nine tenths of the highest published rate of a matmul, else
+# what is typical of the class; published or data-sheet shares of links.
+GENERAL: Mapping[str, float] = {
+    "a100.matmul_fraction": 0.78, "h100-sxm.matmul_fraction": 0.72,
+    "h100-96gb.matmul_fraction": 0.65, "v100.matmul_fraction": 0.7, "a10g.matmul_fraction": 0.72, "t4.matmul_fraction": 0.45,
+    "memory_fraction": 0.85, "attention_fraction": 0.5, "attention_backward_fraction": 0.4,
+    "host_operator_s": 20e-6, "host_step_s": 10e-3,
+    "a100.nvlink": 225e9, "h100-sxm.nvlink": 337.5e9, "h100-96gb.nvlink": 337.5e9,
+    "v100.nvlink": 112.5e9, "a10g.pcie": 4e9, "t4.pcie": 4e9,
+    "constant.collective_call_s": 20e-6, "constant.slowdown": 0.3, "constant.host_blend": 3.0,
+    "constant.compiled_host_share": 0.2, "constant.pipelined_share": 0.5,
+    "constant.flash_1_share": 0.5, "constant.flash_triton_share": 0.6,
+    "constant.rowwise_share": 0.8,
+}  # fmt: skip
+GENERAL_LINKS = {LinkKind.INFINIBAND: 0.9, LinkKind.ETHERNET: 0.8}  # of the sheet's rate
 SOFT = 0.04  # residual from which on errors count linearly
+FURTHEST = 0.6  # logarithm that a parameter moves by at most in one round
 STEP = 0.01  # of a parameter's logarithm, for derivatives
 RIDGE = 0.3  # logarithm that costs as much as a residual of SOFT in one source
-MOST_FIT = 60  # records of one source that the fit looks at
+LOOSE = 1.0  # the same of what differs more from machine to machine
+LOOSE_FIELDS = (
+    "host_operator_s",
+    "host_step_s",
+    "pcie",
+    "ethernet",
+    "collective_call_s",
+    "slowdown",
+)
+MOST_FIT = 30  # records of one source that the fit looks at
 GPU_TYPES = {"a100-40gb": "a100", "a100-80gb": "a100", "v100-16gb": "v100", "v100-32gb": "v100",
              "h200": "h100-sxm"}  # fmt: skip
 CURVE = ("matmul_fraction", "memory_fraction", "attention_fraction", "attention_backward_fraction")
@@ -93,6 +122,48 @@ def value_in_code(name: str, runs: Sequence[Run]) -> float:
     if field in HOST:
         return float(getattr(machine.device, field))
     return machine.intra.bandwidth_bytes_per_s
+
+
+def general_logs(names: Sequence[str], runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Of each parameter, logarithm of the general value over the code's, and its ridge."""
+    found = []
+    for name in names:
+        field = name.partition(".")[2]
+        if name.startswith("link."):
+            kind = LinkKind(field)
+            in_code = {
+                LinkKind.INFINIBAND: RDMA_EFFICIENCY, LinkKind.ETHERNET: ETHERNET_EFFICIENCY
+            }[kind]  # fmt: skip
+            ratio = GENERAL_LINKS[kind] / in_code
+        else:
+            ratio = GENERAL.get(name, GENERAL.get(field, 1.0)) / value_in_code(name, runs)
+        found.append((log(ratio), LOOSE if field in LOOSE_FIELDS else RIDGE))
+    return found
+
+
+def is_affected(run: Run, name: str) -> bool:
+    """Whether a run's time can depend on a parameter."""
+    group, _, field = name.partition(".")
+    works, family, machine = run.works, run.works.family, run.works.cluster.machines[0]
+    if group == "link":
+        return len(works.cluster.machines) > 1 and machine.inter.kind == field
+    if group != "constant":
+        is_attention = field.startswith("attention")
+        return group == run.gpu and not (is_attention and family.attention is None)
+    match field:
+        case "flash_1_share":
+            return family.attention is AttentionKernel.FLASH_1
+        case "flash_triton_share":
+            return family.attention is AttentionKernel.FLASH_TRITON
+        case "rowwise_share":
+            return family.float8 is Float8.ROWWISE
+        case "pipelined_share":
+            return works.overlaps_tensor
+        case "compiled_host_share":
+            return family.compiled
+        case "slowdown":
+            return family.overlaps_data_reduction or family.prefetches_weights
+    return True
 
 
 class Pricing:
@@ -221,10 +292,9 @@ def linearised(runs: Sequence[Run], names: Sequence[str], logs: Sequence[float])
         moved = list(logs)
         moved[index] += STEP
         pricing = Pricing(dict(zip(names, map(exp, moved), strict=True)))
-        group = name.partition(".")[0]
         column: list[float] = []
         for run, old in zip(runs, errors, strict=True):
-            if group in ("constant", "link") or group == run.gpu:
+            if is_affected(run, name):
                 new = residuals(run, pricing)
                 column += [(b - a) / STEP for a, b in zip(old, new, strict=True)]
             else:
@@ -238,7 +308,12 @@ def linearised(runs: Sequence[Run], names: Sequence[str], logs: Sequence[float])
     )
 
 
-def solved(rows: Rows, logs: Sequence[float], left_out: str | None = None) -> list[float]:
+def solved(
+    rows: Rows,
+    logs: Sequence[float],
+    general: Sequence[tuple[float, float]],
+    left_out: str | None = None,
+) -> list[float]:
     """New logarithms that fit the linearised rows; without one source if ``left_out``."""
     size = len(logs)
     new = list(logs)
@@ -259,11 +334,12 @@ def solved(rows: Rows, logs: Sequence[float], left_out: str | None = None) -> li
                     right[a] -= weight * slope[a] * at_new
                     for b in range(size):
                         matrix[a][b] += weight * slope[a] * slope[b]
-        for a in range(size):
-            matrix[a][a] += (SOFT / RIDGE) ** 2
+        for a, (centre, ridge) in enumerate(general):
+            matrix[a][a] += (SOFT / ridge) ** 2
+            right[a] += (SOFT / ridge) ** 2 * centre
         new = _solve(matrix, right)
-        # a factor moves by at most a half in one round, where the rows are still about right
-        new = [max(o - 0.4, min(o + 0.4, n)) for n, o in zip(new, logs, strict=True)]
+        # a factor moves little in one round, where the rows are still about right
+        new = [max(o - FURTHEST, min(o + FURTHEST, n)) for n, o in zip(new, logs, strict=True)]
     return new
 
 
@@ -326,17 +402,21 @@ def main() -> None:
     options = parser.parse_args()
     runs = load_runs(options.data, options.works)
     few, names = thinned(runs), parameters(runs)
+    general = general_logs(names, runs)
     logs = [0.0] * len(names)
     report("figures in the code", by_source(runs, Pricing({})))
     for round_ in range(options.rounds):
-        logs = solved(linearised(few, names, logs), logs)
+        logs = solved(linearised(few, names, logs), logs, general)
         pricing = Pricing(dict(zip(names, map(exp, logs), strict=True)))
         report(f"round {round_ + 1}", by_source(few, pricing))
-    report("fitted", by_source(runs, Pricing(dict(zip(names, map(exp, logs), strict=True)))))
+    if options.rounds:
+        report("fitted", by_source(runs, Pricing(dict(zip(names, map(exp, logs), strict=True)))))
     rows = linearised(few, names, logs)
     unseen: dict[str, list[float]] = {}
     for source in sorted(set(rows.sources)):
-        other = Pricing(dict(zip(names, map(exp, solved(rows, logs, source)), strict=True)))
+        other = Pricing(
+            dict(zip(names, map(exp, solved(rows, logs, general, source)), strict=True))
+        )
         unseen.update(by_source([r for r in runs if r.record.source == source], other))
     report("each source by a fit that has not seen it", unseen)
     _say("\nvalues")
