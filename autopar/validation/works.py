@@ -305,7 +305,9 @@ def _stage(
         params=params, layer_params=block.params, edge_params=edges,
         saved_bytes=saved,
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
-        backward_peak_bytes=_backward_peak(pieces, again=again > 0, is_last=is_last),
+        backward_peak_bytes=_backward_peak(
+            pieces, again=again > 0, is_last=is_last, held_bytes=_held_scores_bytes(record)
+        ),
         forward_operators=_operators(forward), backward_operators=_operators(backward),
     )  # fmt: skip
 
@@ -337,7 +339,21 @@ def _network(record: Record) -> StageWorks:
     )  # fmt: skip
 
 
-def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> float:
+def _held_scores_bytes(record: Record) -> float:
+    """Scores of the vocabulary, and their float32 copy, that the caller holds during backward.
+
+    Megatron frees a stage's output once it is used, FSDP recipes delete it; plain torch code of
+    pipelines keeps what a stage returned until its backward has ended.
+    """
+    if record.family.framework is not Framework.TORCH:
+        return 0.0
+    shape, layout = record.shape, record.layout
+    return layout.mbs * shape.seq / layout.cp * shape.vocab * (2.0 + 4.0)
+
+
+def _backward_peak(
+    pieces: dict[Part, Piece], *, again: bool, is_last: bool, held_bytes: float
+) -> float:
     """Transients of backward: the head's, or those of a layer once the head's values are gone."""
     block, head = pieces[Part.BLOCK], pieces[Part.HEAD]
     layer = block.backward_peak_bytes
@@ -345,7 +361,7 @@ def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> 
         layer += block.saved_bytes - block.input_bytes
     if not is_last:
         return layer
-    return max(head.backward_peak_bytes, layer - head.saved_bytes + head.input_bytes)
+    return max(head.backward_peak_bytes + held_bytes, layer - head.saved_bytes + head.input_bytes)
 
 
 def _operators(items: Items) -> float:
