@@ -22,14 +22,18 @@ class PriceConstants:
             is started and the ranks wait for each other.
         slowdown: Share that compute loses while a collective runs beside it, in [0, 1]: the
             library takes multiprocessors and memory bandwidth.
+        host_blend: How sharply the longer of device and host decides, at least 1: device time ``d``
+            and host time ``h`` of a pass take ``(d^p + h^p)^(1/p)``, since either waits for the
+            other where a pass begins, ends or synchronises.
         compiled_host_share: Host time of a compiled program's kernel, in eager operators.
         flash_1_share: Rate of FlashAttention 1 in that of version 2.
         flash_triton_share: Rate of its Triton form in that of version 2.
         rowwise_share: Rate of row-wise scaled 8-bit matmuls in that of tensor-wise scaled ones.
     """
 
-    collective_call_s: float = 20e-6  # [fitted]
+    collective_call_s: float = 13e-6  # [fitted]
     slowdown: float = 0.44  # [fitted]
+    host_blend: float = 3.0  # [fitted]
     compiled_host_share: float = 0.2  # [general]
     flash_1_share: float = 0.46  # [fitted; published: version 2 is 1.7 to 3 times as fast]
     flash_triton_share: float = 0.86  # [fitted]
@@ -43,6 +47,8 @@ class PriceConstants:
         for name in ("flash_1_share", "flash_triton_share", "rowwise_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be in (0, 1]")
+        if self.host_blend < 1:
+            raise ConfigError(f"host_blend is {self.host_blend}, must be at least 1")
         if self.slowdown > 1:
             raise ConfigError(f"slowdown is {self.slowdown}, must be in [0, 1]")
 

@@ -2,7 +2,7 @@
 
 An eager step issues every operator of forward and backward from the host, some microseconds each
 (Python, dispatch, autograd). The queue hides that while kernels are longer; a pass of short kernels
-takes as long as the host. Once per step the host also does what nothing hides: it fetches a batch,
+takes as long as the host. Where both are alike neither hides all of the other. Once per step the host also does what nothing hides: it fetches a batch,
 reads the gradients' norm, scales the loss, logs. Source: ours; both figures are properties of the
 machine (:attr:`~autopar.cluster.device.Device.host_operator_s`, ``host_step_s``).
 """
@@ -42,13 +42,20 @@ def with_host_s(
     backend: Backend = Backend.EAGER,
     constants: PriceConstants = CONSTANTS,
 ) -> float:
-    """Seconds of a pass: the longer of its kernels and of the host that issues them.
+    """Seconds of a pass: about the longer of its kernels and of the host that issues them.
+
+    ``(d^p + h^p)^(1/p)`` with ``p`` of :attr:`~cost_models.constants.PriceConstants.host_blend`.
 
     >>> from autopar.cluster.device import DeviceKind
     >>> slow_host = Device(name="d", kind=DeviceKind.CUDA, peak_flops=(("float32", 1.0),),
     ...                    memory_bytes=1, memory_bandwidth_bytes_per_s=1.0, launch_overhead_s=0.0,
     ...                    host_operator_s=2e-5, source="made up")
-    >>> with_host_s(1e-3, 100, slow_host)
-    0.002
+    >>> round(with_host_s(1e-3, 100, slow_host) * 1e3, 2)  # (1 + 2^3)^(1/3)
+    2.08
     """
-    return max(device_s, issued_s(num_operators, device, backend, constants))
+    host_s = issued_s(num_operators, device, backend, constants)
+    longer_s = max(device_s, host_s)
+    if longer_s <= 0.0:
+        return 0.0
+    power = constants.host_blend
+    return longer_s * float(1.0 + (min(device_s, host_s) / longer_s) ** power) ** (1.0 / power)

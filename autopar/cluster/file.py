@@ -196,6 +196,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
             curve=curve,
             source=entry.text("source", f"given in {where}"),
+            wires=int(entry.number("wires", 0)),
         )
     except ConfigError as error:
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
@@ -252,7 +253,9 @@ def _link(parent: _Entry, key: str, default: Link | None) -> Link:
         return default
     where = f"{parent.where}.{key}"
     entry = _Entry(
-        where, parent.require(key), {"kind", "latency_s", "bandwidth_bytes_per_s", "source"}
+        where,
+        parent.require(key),
+        {"kind", "latency_s", "bandwidth_bytes_per_s", "source", "wires"},
     )
     kind = entry.text("kind", "other")
     if kind not in set(LinkKind):
@@ -263,6 +266,7 @@ def _link(parent: _Entry, key: str, default: Link | None) -> Link:
             latency_s=entry.number("latency_s"),
             bandwidth_bytes_per_s=entry.number("bandwidth_bytes_per_s"),
             source=entry.text("source", f"given in {where}"),
+            wires=int(entry.number("wires", 0)),
         )
     except ConfigError as error:
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None

@@ -98,8 +98,9 @@ def _gpu(
     )
 
 
-def _nvlink(gb_per_s: float, source: str) -> Link:
+def _nvlink(gb_per_s: float, source: str, wires: int = 0) -> Link:
     return Link(
+        wires=wires,
         kind=LinkKind.NVLINK,
         latency_s=1.5 * MICRO_S,  # [general] one step of an NCCL ring
         bandwidth_bytes_per_s=NVLINK_EFFICIENCY * gb_per_s * GB,
@@ -163,7 +164,7 @@ _HOPPER_500W_CURVE = replace(
     attention_backward_fraction=0.155,  # [fitted]
     memory_fraction=0.93,  # [fitted]
 )
-_A100_HOST = _Host(operator_us=48.7, step_ms=22)  # [fitted] on runs of small models
+_A100_HOST = _Host(operator_us=51, step_ms=9.4)  # [fitted] on runs of small models
 _HOPPER_HOST = _Host(operator_us=15, step_ms=8)  # [general], [fitted]
 _V100_HOST = _Host(operator_us=15, step_ms=1)  # [general]
 _L4_HOST = _Host(operator_us=20, step_ms=50)  # [general]
@@ -194,7 +195,7 @@ def _v100(name: str, memory_gib: float) -> Preset:
             curve=replace(
                 _TENSOR_CORES,
                 num_units=80,
-                matmul_fraction=0.63,  # [fitted]
+                matmul_fraction=0.667,  # [fitted]
                 attention_fraction=0.3,  # [general]
                 attention_backward_fraction=0.2,  # [general]
                 memory_fraction=0.79,  # [fitted]
@@ -203,7 +204,7 @@ def _v100(name: str, memory_gib: float) -> Preset:
             source="NVIDIA V100 SXM2 [data sheet]; no bfloat16, it runs at the rate of float32",
         ),
         machine_size=8,
-        intra=_nvlink(150, "NVLink2 150 GB/s per direction [data sheet]"),
+        intra=_nvlink(150, "NVLink2, six wires of 25 GB/s per direction [data sheet]", wires=6),
         inter=_ethernet(3.125, "25 Gb/s per GPU [general]; some clouds give 3 Gb/s"),
     )
 

@@ -48,14 +48,19 @@ class Link:
         latency_s: Seconds per message whatever its size (alpha), software included.
         bandwidth_bytes_per_s: Reached by large messages, per device and direction.
         source: Where the figures come from.
+        wires: Wires of a device that the bandwidth is the sum of, where devices are wired to each
+            other; 0 where a switch gives any two the whole of it.
     """
 
     kind: LinkKind
     latency_s: float
     bandwidth_bytes_per_s: float
     source: str = ""
+    wires: int = 0
 
     def __post_init__(self) -> None:
+        if self.wires < 0:
+            raise ConfigError(f"{self.kind} link: wires is {self.wires}, must be at least 0")
         if self.latency_s < 0 or not self.bandwidth_bytes_per_s > 0:
             raise ConfigError(
                 f"{self.kind} link: latency_s is {self.latency_s} and bandwidth_bytes_per_s is "
@@ -65,6 +70,19 @@ class Link:
     def time_s(self, payload_bytes: float) -> float:
         """Seconds of one message."""
         return self.latency_s + payload_bytes / self.bandwidth_bytes_per_s
+
+    def in_group(self, size: int) -> Link:
+        """This link as a group of ``size`` devices of one machine sees it.
+
+        Without a switch a group has ``size (size - 1) / 2`` wires of its own; it reaches the whole
+        bandwidth with as many as one device has: two devices one wire, four all six of an NVLink
+        cube mesh.
+        """
+        own = size * (size - 1) // 2
+        if not self.wires or own >= self.wires or size < 2:
+            return self
+        share = own / self.wires
+        return replace(self, bandwidth_bytes_per_s=share * self.bandwidth_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +197,7 @@ class Cluster:
             index = self.machine_of(rank)
             counts[index] = counts.get(index, 0) + 1
         used = [self.machines[i] for i in counts]
-        inside = [self.machines[i].intra for i, count in counts.items() if count > 1]
+        inside = [self.machines[i].intra.in_group(n) for i, n in counts.items() if n > 1]
         return GroupLinks(
             size=sum(counts.values()),
             num_machines=len(counts),

@@ -25,6 +25,7 @@ from statistics import fmean, median
 
 from autopar.cluster.topology import Cluster, Link, LinkKind
 from autopar.validation.errors import SkipRecord
+from autopar.validation.hardware import cluster_of
 from autopar.validation.predict import predict_time
 from autopar.validation.prices import ClusterPrices, Prices
 from autopar.validation.records import Kind, Record, read_records
@@ -119,6 +120,8 @@ class Pricing:
         field = name.partition(".")[2]
         if field.endswith(("_fraction", "_share")) or field == "slowdown":
             new = min(new, UPPER.get(name, UPPER.get(field, 1.0)))
+        if field == "host_blend":
+            new = max(1.0, new)
         return new
 
     def _cluster(self, cluster: Cluster) -> Cluster:
@@ -164,9 +167,13 @@ def residuals(run: Run, pricing: Pricing) -> list[float]:
 def load_runs(data: Path, cache: Path | None) -> list[Run]:
     """Measured runs with their works, from ``cache`` if it exists."""
     if cache is not None and cache.exists():
-        runs: list[Run] = pickle.loads(cache.read_bytes())  # the tool's own file
-        return runs
-    runs = []
+        kept: list[Run] = pickle.loads(cache.read_bytes())  # the tool's own file
+        # machines are described anew: their figures are what is fitted
+        return [
+            replace(run, works=replace(run.works, cluster=cluster_of(run.record.machine)))
+            for run in kept
+        ]
+    runs: list[Run] = []
     for record in read_records(data)[0]:
         measured = record.measured
         seconds: tuple[float, ...] = ()

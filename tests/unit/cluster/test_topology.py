@@ -6,6 +6,7 @@ import pytest
 
 from autopar.cluster import Cluster, Link, LinkKind, Machine, parse_devices
 from autopar.cluster.presets import PRESETS
+from autopar.cluster.topology import LEAF_MACHINES, RAIL_MACHINES
 from autopar.errors import ConfigError
 from autopar.units import GB
 
@@ -52,6 +53,26 @@ def test_a_group_across_machines_is_never_faster_than_inside():
     assert cluster.link_for(range(8)).bandwidth_bytes_per_s == 100 * GB
 
 
+def test_without_a_switch_a_small_group_has_few_wires():
+    # six wires of 25 GB/s: two devices share one, three of a group three, four all six
+    wired = replace(FAST, bandwidth_bytes_per_s=150 * GB, wires=6)
+    machine = replace(MACHINE, num_devices=8, intra=wired)
+    cluster = Cluster(machines=(machine,))
+    rates = [cluster.link_for(range(n)).bandwidth_bytes_per_s for n in (2, 3, 4, 8)]
+    assert rates == pytest.approx([25 * GB, 75 * GB, 150 * GB, 150 * GB])
+    assert FAST.in_group(2) == FAST
+
+
+def test_a_ring_over_very_many_machines_drives_fewer_adapters():
+    machine = replace(MACHINE, inter=replace(SLOW, bandwidth_bytes_per_s=GB))
+    rates = []
+    for count in (2, LEAF_MACHINES, LEAF_MACHINES + int(RAIL_MACHINES), 200):
+        cluster = Cluster(machines=(machine,) * count)
+        rates.append(cluster.link_for(range(4 * count)).bandwidth_bytes_per_s)
+    # four adapters, then half as many, at last one
+    assert rates == pytest.approx([4 * GB, 4 * GB, 2 * GB, 1 * GB])
+
+
 def test_the_fewest_ranks_on_a_machine_count():
     links = CLUSTER.links_for((0, 1, 2, 4))
     assert (links.size, links.num_machines, links.per_machine) == (4, 2, 1)
@@ -81,6 +102,8 @@ def test_a_group_needs_a_rank():
         (lambda: replace(FAST, latency_s=-1.0), r"nvlink link: latency_s is -1.0"),
         (lambda: replace(FAST, bandwidth_bytes_per_s=0), r"bandwidth_bytes_per_s is 0"),
         (lambda: replace(DEVICE, memory_bytes=0), r"device 'a100-80gb': memory_bytes is 0"),
+        (lambda: replace(FAST, wires=-1), r"wires is -1, must be at least 0"),
+        (lambda: replace(DEVICE, host_step_s=-1), r"host_step_s is -1"),
         (lambda: replace(DEVICE, launch_overhead_s=-1), r"launch_overhead_s is -1"),
         (lambda: replace(DEVICE, peak_flops=()), r"float32 must be among them"),
         (lambda: replace(DEVICE, reserved_bytes=DEVICE.memory_bytes), r"reserved_bytes is"),

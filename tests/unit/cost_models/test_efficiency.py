@@ -167,7 +167,7 @@ def test_an_eight_bit_matmul_is_two_casts_and_a_matmul_at_the_other_rate():
     assert kernel_works(work, Kernels()) == (work,)
     compiled = Kernels(backend=Backend.COMPILED, float8=Float8.TENSORWISE)
     cast, product = kernel_works(work, compiled)
-    assert cast.moved_bytes == 5 * 2 * 25600**2
+    assert cast.moved_bytes == 3 * 2 * 25600**2
     assert work_time_s(product, DEVICE) == pytest.approx(work_time_s(work, DEVICE) / 2)
     _, rows = kernel_works(work, replace(compiled, float8=Float8.ROWWISE))
     assert work_time_s(rows, DEVICE) == pytest.approx(
@@ -181,10 +181,14 @@ def test_an_eight_bit_matmul_is_two_casts_and_a_matmul_at_the_other_rate():
 def test_a_step_of_short_kernels_takes_as_long_as_the_host():
     # 300 operators of 10 us
     assert issued_s(300, DEVICE) == pytest.approx(3e-3)
-    assert with_host_s(1e-3, 300, DEVICE) == pytest.approx(3e-3)
-    assert with_host_s(5e-3, 300, DEVICE) == 5e-3
-    constants = PriceConstants(compiled_host_share=0.5)
-    assert with_host_s(0.0, 300, DEVICE, Backend.COMPILED, constants) == pytest.approx(1.5e-3)
+    assert with_host_s(0.0, 300, DEVICE) == pytest.approx(3e-3)
+    assert with_host_s(5e-3, 0, DEVICE) == 5e-3
+    assert with_host_s(0.0, 0, DEVICE) == 0.0
+    constants = PriceConstants(compiled_host_share=0.5, host_blend=2.0)
+    # 3 and 4 ms at right angles; half of the host's time if compiled
+    assert with_host_s(4e-3, 300, DEVICE, constants=constants) == pytest.approx(5e-3)
+    assert with_host_s(2e-3, 300, DEVICE, Backend.COMPILED, constants) == pytest.approx(2.5e-3)
+    assert with_host_s(100.0, 300, DEVICE) == pytest.approx(100.0)
     with pytest.raises(ConfigError, match="num_operators is -1"):
         issued_s(-1, DEVICE)
 
@@ -192,6 +196,7 @@ def test_a_step_of_short_kernels_takes_as_long_as_the_host():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"host_blend": 0.5}, r"host_blend is 0\.5, must be at least 1"),
         ({"slowdown": 1.5}, r"slowdown is 1\.5, must be in \[0, 1\]"),
         ({"flash_1_share": 0.0}, r"flash_1_share is 0\.0, must be in \(0, 1\]"),
         ({"collective_call_s": -1.0}, r"collective_call_s is -1\.0, must be at least 0"),
