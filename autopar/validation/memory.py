@@ -17,7 +17,6 @@ from autopar.plan.types import ScheduleKind
 from autopar.validation.family import Framework
 from autopar.validation.works import RecordWorks, StageWorks
 
-
 # Share of activations and transients that the caching allocator loses between blocks of different
 # sizes. [fitted on which published runs ran out of memory; one figure for all]
 FRAGMENTED_SHARE = 0.06
