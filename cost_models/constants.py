@@ -26,6 +26,8 @@ class PriceConstants:
             and host time ``h`` of a pass take ``(d^p + h^p)^(1/p)``, since either waits for the
             other where a pass begins, ends or synchronises.
         compiled_host_share: Host time of a compiled program's kernel, in eager operators.
+        pipelined_share: Share of a collective's time that shows where it is cut into pieces that
+            run beside pieces of the matmul before or after it (asynchronous tensor parallelism).
         flash_1_share: Rate of FlashAttention 1 in that of version 2.
         flash_triton_share: Rate of its Triton form in that of version 2.
         rowwise_share: Rate of row-wise scaled 8-bit matmuls in that of tensor-wise scaled ones.
@@ -35,6 +37,7 @@ class PriceConstants:
     slowdown: float = 0.44  # [fitted]
     host_blend: float = 3.0  # [fitted]
     compiled_host_share: float = 0.2  # [general]
+    pipelined_share: float = 0.6  # [fitted]
     flash_1_share: float = 0.46  # [fitted; published: version 2 is 1.7 to 3 times as fast]
     flash_triton_share: float = 0.86  # [fitted]
     rowwise_share: float = 0.49  # [fitted]
@@ -44,7 +47,7 @@ class PriceConstants:
             value = getattr(self, field.name)
             if not value >= 0:
                 raise ConfigError(f"{field.name} is {value}, must be at least 0")
-        for name in ("flash_1_share", "flash_triton_share", "rowwise_share"):
+        for name in ("pipelined_share", "flash_1_share", "flash_triton_share", "rowwise_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be in (0, 1]")
         if self.host_blend < 1:

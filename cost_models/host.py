@@ -2,12 +2,15 @@
 
 An eager step issues every operator of forward and backward from the host, some microseconds each
 (Python, dispatch, autograd). The queue hides that while kernels are longer; a pass of short kernels
-takes as long as the host. Where both are alike neither hides all of the other. Once per step the host also does what nothing hides: it fetches a batch,
-reads the gradients' norm, scales the loss, logs. Source: ours; both figures are properties of the
-machine (:attr:`~autopar.cluster.device.Device.host_operator_s`, ``host_step_s``).
+takes as long as the host; where both are alike neither hides all of the other. Once per step the
+host also does what nothing hides: it fetches a batch, reads the gradients' norm, scales the loss,
+logs. Source: ours; both figures are properties of the machine
+(:attr:`~autopar.cluster.device.Device.host_operator_s`, ``host_step_s``).
 """
 
 from __future__ import annotations
+
+import math
 
 from autopar.cluster.device import Device
 from autopar.errors import ConfigError
@@ -58,4 +61,5 @@ def with_host_s(
     if longer_s <= 0.0:
         return 0.0
     power = constants.host_blend
-    return longer_s * float(1.0 + (min(device_s, host_s) / longer_s) ** power) ** (1.0 / power)
+    shorter = min(device_s, host_s) / longer_s
+    return longer_s * math.pow(1.0 + math.pow(shorter, power), 1.0 / power)

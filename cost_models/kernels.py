@@ -41,8 +41,8 @@ class Float8(StrEnum):
     ROWWISE = "rowwise"
 
 
-# Bytes moved per element of an operand that is cast: read and written; its maximum is found where it
-# was made. [fitted within 2 to 5]
+# Bytes moved per element of an operand that is cast: read and written; its maximum is found where
+# it was made. [fitted within 2 to 5]
 CAST_BYTES = 2 + 1
 
 

@@ -196,7 +196,6 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
             curve=curve,
             source=entry.text("source", f"given in {where}"),
-            wires=int(entry.number("wires", 0)),
         )
     except ConfigError as error:
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None

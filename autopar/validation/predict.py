@@ -131,6 +131,8 @@ def _lanes(works: RecordWorks, prices: Prices, index: int, *, is_backward: bool)
         else:
             lane = item.op_class if item.op_class in seconds else OpClass.MATMUL
             seconds[lane] += count * prices.work_s(item)
+    if works.overlaps_tensor:
+        tensor_s *= prices.pipelined_share
     operators = stage.backward_operators if is_backward else stage.forward_operators
     compute_s = prices.issued_s(sum(seconds.values()) + tensor_s, operators)
     total_s, data_s = _with_data(works, prices, stage, rank, compute_s, is_backward=is_backward)

@@ -41,6 +41,11 @@ class Prices(Protocol):
         """Seconds per step of host work that nothing hides."""
         ...
 
+    @property
+    def pipelined_share(self) -> float:
+        """Share of a collective that shows where it is cut up and run beside its matmul."""
+        ...
+
 
 class ClusterPrices:
     """The cost models' prices (a :class:`Prices`)."""
@@ -76,3 +81,8 @@ class ClusterPrices:
     def step_s(self) -> float:
         """The device's host time per step."""
         return self.model.device.host_step_s
+
+    @property
+    def pipelined_share(self) -> float:
+        """That of the constants."""
+        return self.constants.pipelined_share

@@ -96,6 +96,7 @@ class RecordWorks:
         tied: All-reduce of the shared embedding between first and last rank; None if there is none.
         zero: ZeRO level.
         precision: The record's word, normalised.
+        overlaps_tensor: Collectives of the tensor group are cut up and run beside their matmuls.
     """
 
     name: str
@@ -114,6 +115,7 @@ class RecordWorks:
     tied: Collective | None
     zero: int
     precision: str
+    overlaps_tensor: bool = False
 
     def ranks_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """Global ranks of a pipeline rank's group along ``"tp"``, ``"dp"`` or ``"pp"`` (a hop).
@@ -158,7 +160,7 @@ def works_of(record: Record) -> RecordWorks:
         once=tuple(_once(record, chunks) for chunks in per_rank),
         optimizer=tuple(_optimizer(record, chunks) for chunks in per_rank),
         tied=_tied(record),
-        zero=layout.zero, precision=layout.precision,
+        zero=layout.zero, precision=layout.precision, overlaps_tensor=layout.async_tp,
     )  # fmt: skip
 
 

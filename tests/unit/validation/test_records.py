@@ -168,9 +168,8 @@ def test_a_cluster_has_what_the_record_states_and_says_what_it_took_for_granted(
     )
     cluster = cluster_of(stated)
     assert [m.num_devices for m in cluster.machines] == [8, 8, 4]
-    assert cluster.machines[0].inter.bandwidth_bytes_per_s == pytest.approx(
-        RDMA_EFFICIENCY * 12.5e9
-    )
+    inter = cluster.machines[0].inter
+    assert inter.bandwidth_bytes_per_s == pytest.approx(RDMA_EFFICIENCY * 12.5e9)
     assert cluster.assumptions == ()
     silent = cluster_of(Stated(gpu="A100-SXM4-80GB", num_gpus=2))
     assert len(silent.assumptions) == 2
