@@ -245,6 +245,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, object]:
     if memory is not None:
         table["memory"] = {
             "total_bytes": memory.total_bytes, "parts_bytes": memory.parts_bytes,
+            "reserve_bytes": memory.reserve_bytes,
             "usable_bytes": memory.usable_bytes, "fits": memory.fits, "rank": memory.rank,
             "rank_bytes": list(memory.rank_bytes),
         }  # fmt: skip

@@ -32,7 +32,6 @@ class BlockShape:
             False for one attention operator.
         wide_softmax: Explicit scores are normalised in float32, as plain torch code does.
         dropout: Probability of dropping attention weights and residual updates.
-        tied: Whether the head is the embedding.
     """
 
     arch: str
@@ -46,7 +45,6 @@ class BlockShape:
     explicit_attention: bool = False
     wide_softmax: bool = False
     dropout: float = 0.0
-    tied: bool = True
 
     @property
     def head_dim(self) -> int:

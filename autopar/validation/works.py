@@ -27,6 +27,9 @@ from cost_models.flops import OpClass, Work
 # Operators of a layer, and of its attention core, as planners count them (Liu et al., Aceso, 2024).
 LAYER_OPERATORS = 13
 CORE_OPERATORS = 4
+# Stated and counted parameters agree within it if a model is what it is taken for: a head of its
+# own is some percent or more.
+TIED_WITHIN = 0.01
 _IN_BLOCKS = (Recompute.CORE, Recompute.PER_OPERATOR)
 HALF_DTYPES = {"fp16": "float16", "fp32": "float32", "tf32": "tf32"}
 
@@ -161,10 +164,21 @@ def works_of(record: Record) -> RecordWorks:
     )  # fmt: skip
 
 
+def is_tied(record: Record) -> bool:
+    """Whether the head is the embedding: in GPTs; in others if the stated parameters say so."""
+    shape = record.shape
+    if shape.arch != "llama":
+        return shape.arch != "wresnet"
+    width, head = shape.hidden, shape.hidden // shape.heads
+    layer = 2 * width * (width + shape.kv_heads * head) + 3 * width * shape.ffn + 2 * width
+    once = shape.layers * layer + shape.vocab * width + width
+    return abs(shape.params / once - 1.0) < TIED_WITHIN
+
+
 def _tied(record: Record) -> Collective | None:
     """The sum of the gradients of an embedding that first and last rank share."""
     shape, layout = record.shape, record.layout
-    if layout.pp == 1 or shape.arch != "gpt":
+    if layout.pp == 1 or not is_tied(record):
         return None
     size = shape.vocab * shape.hidden * _grad_bytes(record) / layout.tp[0]
     return Collective("all_reduce", float(size), "pp")
@@ -211,7 +225,6 @@ def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
         ffn=shape.ffn, vocab=-(-shape.vocab // unit) * unit, seq=shape.seq // layout.cp,
         batch=batch, explicit_attention=family.explicit_attention, dropout=family.dropout,
         wide_softmax=family.explicit_attention and not {"softmax", EVERYTHING} & fused_of(family),
-        tied=shape.arch != "llama",
     )  # fmt: skip
 
 
@@ -249,7 +262,7 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
         own = shape if part is Part.BLOCK else replace(
             shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False, wide_softmax=False
         )  # fmt: skip
-        own = replace(own, vocab=1, tied=True) if part is Part.BLOCK else own
+        own = replace(own, vocab=1) if part is Part.BLOCK else own
         key = PieceKey(
             part=part, shape=own, tp=layout.tp[rank],
             sequence_parallel=layout.sequence_parallel and layout.tp[rank] > 1,
@@ -298,6 +311,8 @@ def _stage(
     saved = sum(piece.saved_bytes * n for piece, n in parts)
     saved -= again * (block.saved_bytes - block.input_bytes)
     edges = sum(piece.params for piece, _ in parts[ends:])
+    if is_first and is_last and is_tied(record):
+        edges -= record.shape.hidden * block_shape(record, 1).vocab // layout.tp[rank]
     params = block.params * layers + edges
     gathers, reduces = _sharded(record, rank, block, layers, edges)
     return StageWorks(
@@ -307,7 +322,9 @@ def _stage(
         params=params, layer_params=block.params, edge_params=edges,
         saved_bytes=saved,
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
-        backward_peak_bytes=_backward_peak(pieces, again=again > 0, is_last=is_last),
+        backward_peak_bytes=_backward_peak(
+            pieces, again=again > 0, is_last=is_last, held_bytes=_held_scores_bytes(record)
+        ),
         forward_operators=_operators(forward), backward_operators=_operators(backward),
     )  # fmt: skip
 
@@ -339,7 +356,21 @@ def _network(record: Record) -> StageWorks:
     )  # fmt: skip
 
 
-def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> float:
+def _held_scores_bytes(record: Record) -> float:
+    """Scores of the vocabulary, and their float32 copy, that the caller holds during backward.
+
+    Megatron frees a stage's output once it is used, FSDP recipes delete it; plain torch code of
+    pipelines keeps what a stage returned until its backward has ended.
+    """
+    if record.family.framework is not Framework.TORCH:
+        return 0.0
+    shape, layout = record.shape, record.layout
+    return layout.mbs * shape.seq / layout.cp * shape.vocab * (2.0 + 4.0)
+
+
+def _backward_peak(
+    pieces: dict[Part, Piece], *, again: bool, is_last: bool, held_bytes: float
+) -> float:
     """Transients of backward: the head's, or those of a layer once the head's values are gone."""
     block, head = pieces[Part.BLOCK], pieces[Part.HEAD]
     layer = block.backward_peak_bytes
@@ -347,7 +378,7 @@ def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> 
         layer += block.saved_bytes - block.input_bytes
     if not is_last:
         return layer
-    return max(head.backward_peak_bytes, layer - head.saved_bytes + head.input_bytes)
+    return max(head.backward_peak_bytes + held_bytes, layer - head.saved_bytes + head.input_bytes)
 
 
 def _operators(items: Items) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from autopar.errors import ConfigError
 from autopar.validation.blocks import Collective, PieceKey, piece_of
 from autopar.validation.chains import EVERYTHING, region_of
+from autopar.validation.convolutions import ConvShape, WideResNet
 from autopar.validation.family import ALL_REGIONS
 from autopar.validation.formulas import evaluate
 from autopar.validation.models import BlockShape
@@ -151,3 +153,10 @@ def test_regions_are_told_by_module_names():
 def test_a_split_that_does_not_divide_a_weight_is_refused():
     with pytest.raises(ConfigError, match="is not a multiple of tp 3"):
         gpt(tp=3)
+
+
+@pytest.mark.parametrize(("channels", "params"), [(160, 254_123_104), (224, 495_046_176)])
+def test_wide_networks_have_the_published_number_of_parameters(channels, params):
+    shape = ConvShape(layers=50, base_channels=channels, width_factor=2, image=224, batch=1)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in WideResNet(shape).parameters()) == params

@@ -16,7 +16,7 @@ from autopar.validation.engine import summaries, validate, works_of_all
 from autopar.validation.memory import predict_memory
 from autopar.validation.predict import pipeline_time_s, predict_time
 from autopar.validation.records import Recompute, parse_record
-from autopar.validation.works import layer_of, works_of
+from autopar.validation.works import is_tied, layer_of, works_of
 from cost_models.pipeline import balanced_step_time_s
 from tests.unit.validation.test_records import ENTRY, changed
 
@@ -110,6 +110,23 @@ def test_mixed_precision_keeps_sixteen_bytes_per_parameter(works):
     params = sum(s.params for s in works.stages[memory.rank :: works.pp])
     assert state == pytest.approx(16 * params)
     assert memory.fits
+
+
+def test_a_head_that_is_the_embedding_is_counted_once_on_one_rank():
+    one = {"tp": 1, "pp": 1, "dp": 16, "mbs": 2, "microbatches": 1}
+    tied = works_of(parse_record(changed(parallel=one))).stages[0]
+    vocab, h, s, layers = 51_200, 256, 128, 4
+    assert tied.params == vocab * h + s * h + layers * (12 * h**2 + 13 * h) + 2 * h
+
+
+@pytest.mark.parametrize(("stated", "is_shared"), [(0.0, False), (1.003, True), (1.1, False)])
+def test_stated_parameters_tell_whether_a_head_is_the_embedding(stated, is_shared):
+    h, ffn, vocab = 256, 512, 1000
+    counted = 4 * (4 * h**2 + 3 * h * ffn + 2 * h) + vocab * h + h
+    model = {"arch": "llama", "ffn": ffn, "vocab": vocab, "params_b": stated * counted / 1e9}
+    if not stated:
+        del model["params_b"]
+    assert is_tied(parse_record(changed(model=model))) is is_shared
 
 
 def test_a_model_that_is_too_large_is_told_so():
