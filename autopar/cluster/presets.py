@@ -332,7 +332,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 curve=replace(
                     _TENSOR_CORES,
                     num_units=80,
-                    matmul_fraction=0.79,  # [fitted]
+                    matmul_fraction=0.76,  # [fitted]
                     attention_fraction=0.45,
                     attention_backward_fraction=0.3,
                     memory_fraction=0.9,  # [fitted]
@@ -342,7 +342,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "llm-analysis, while the A10 (no G) has 125",
             ),
             machine_size=8,
-            intra=_pcie(2.6, "PCIe4 x16, 31.5 GB/s [data sheet]; 2.6 GB/s among A10Gs [fitted]"),
+            intra=_pcie(2.35, "PCIe4 x16, 31.5 GB/s [data sheet]; 2.35 GB/s among A10Gs [fitted]"),
             inter=_ethernet(1.56, "100 Gb/s shared by 8 GPUs, as in AWS g5.48xlarge [published]"),
         ),
         "t4": Preset(

@@ -40,7 +40,8 @@ from cost_models.kernels import AttentionKernel, Float8
 # what is typical of the class; published or data-sheet shares of links.
 GENERAL: Mapping[str, float] = {
     "a100.matmul_fraction": 0.78, "h100-sxm.matmul_fraction": 0.72,
-    "h100-96gb.matmul_fraction": 0.65, "v100.matmul_fraction": 0.7, "a10g.matmul_fraction": 0.72, "t4.matmul_fraction": 0.45,
+    "h100-96gb.matmul_fraction": 0.65, "v100.matmul_fraction": 0.7,
+    "a10g.matmul_fraction": 0.72, "t4.matmul_fraction": 0.45,
     "memory_fraction": 0.85, "attention_fraction": 0.5, "attention_backward_fraction": 0.4,
     "host_operator_s": 20e-6, "host_step_s": 10e-3,
     "a100.nvlink": 225e9, "h100-sxm.nvlink": 337.5e9, "h100-96gb.nvlink": 337.5e9,
