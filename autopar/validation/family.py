@@ -106,7 +106,7 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
         prefetches_weights=framework in (Framework.FSDP, Framework.DEEPSPEED),
         float8=_float8(parallel),
         splits_loss=framework is not Framework.TORCH,
-        scatters_messages="scatter/gather" in words,
+        scatters_messages=_scatters_messages(words, framework),
         # GPT recipes of Megatron drop a tenth; MPT and Llama models, and XLA benchmarks, nothing
         dropout=0.1 if framework in _GPT_RECIPES and not is_lean else 0.0,
     )
@@ -133,6 +133,13 @@ def _framework(words: str, zero: object, *, is_gpt: bool) -> Framework:
     if "megatron" in words or is_gpt:  # where tensor parallelism of GPT comes from
         return Framework.MEGATRON
     return Framework.TORCH
+
+
+def _scatters_messages(words: str, framework: Framework) -> bool:
+    """Megatron's own pipeline does unless told otherwise; engines built on its layers do not."""
+    if "scatter/gather" in words:
+        return True
+    return framework is Framework.MEGATRON and not any(e in words for e in ("deepspeed", "aceso"))
 
 
 def _float8(parallel: object) -> Float8 | None:

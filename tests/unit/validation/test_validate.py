@@ -24,6 +24,8 @@ from tests.unit.validation.test_records import ENTRY, changed
 class FlatPrices:
     """A second for every kernel, ten for a collective."""
 
+    pipelined_share = 1.0
+
     def work_s(self, work):
         return 1.0
 
