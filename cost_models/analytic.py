@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.cluster.device import Device, DeviceKind
 from autopar.cluster.topology import Cluster, GroupLinks, Link
@@ -10,6 +11,12 @@ from autopar.ir.graph import Arg, Meta
 from cost_models.collectives import Algorithm, collective_kind, collective_time_s
 from cost_models.compute import work_time_s
 from cost_models.flops import work_of
+
+# Seconds that a collective costs beside its transfer: the host starts it, ranks wait for each
+# other. gloo's is part of its links' latency. [fitted on runs of small models]
+CALL_S: Mapping[DeviceKind, float] = MappingProxyType(
+    {DeviceKind.CUDA: 100e-6, DeviceKind.CPU: 0.0}
+)
 
 
 class AnalyticCostModel:
@@ -41,13 +48,14 @@ class AnalyticCostModel:
         """Seconds of one collective among ``ranks``."""
         links, link = self.links(ranks)
         is_cpu = self.device.kind is DeviceKind.CPU
-        return collective_time_s(
+        time_s = collective_time_s(
             collective_kind(kind),
             payload_bytes,
             links=links,
             link=link,
             algorithm=Algorithm.RING if is_cpu else Algorithm.BEST,
         )
+        return time_s + CALL_S[self.device.kind] if time_s else 0.0
 
     def links(self, ranks: Sequence[int]) -> tuple[GroupLinks, Link]:
         """The links of a group by level, and the one that bounds a ring over it."""

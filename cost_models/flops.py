@@ -34,8 +34,10 @@ class Work:
         flops: Floating-point operations.
         moved_bytes: Bytes read from and written to memory at least.
         dtype: Element type of the arithmetic.
-        dims: ``(b, m, n, k)`` of a matmul, else empty.
+        dims: ``(b, m, n, k)`` of a matmul; ``(batch x heads, query rows, key rows, head width)``
+            of attention; else empty.
         num_kernels: Kernels that it starts.
+        is_backward: Whether it is the backward pass of attention, which runs at a rate of its own.
     """
 
     op_class: OpClass
@@ -44,6 +46,7 @@ class Work:
     dtype: str = "float32"
     dims: tuple[int, ...] = ()
     num_kernels: int = 1
+    is_backward: bool = False
 
 
 FREE = Work(op_class=OpClass.FREE, num_kernels=0)
@@ -360,7 +363,9 @@ def _attention_work(
         # every temporary is written and read
         moved_bytes=_bytes(operands, results) + 2.0 * unfused,
         dtype=q.dtype,
+        dims=(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]),
         num_kernels=2 if is_backward else 1,
+        is_backward=is_backward,
     )
 
 

@@ -27,34 +27,48 @@ class DeviceKind(StrEnum):
 class EfficiencyCurve:
     """Share of the data-sheet peak that a kernel of a given size reaches.
 
-    A matmul of ``b x (m, k) @ (k, n)`` is cut into ``b * ceil(m / tile) * ceil(n / tile)`` output
-    tiles. It reaches ``matmul_fraction * tiles / (tiles + half_tiles) * k / (k + half_k)`` of the
-    peak: few tiles leave multiprocessors idle, a short ``k`` does not hide the start of each tile.
-    Where k is beyond ``split_k`` the tiles are cut along k as well. Sizes below a tile take a
-    smaller one: the next power of two, at least ``MIN_TILE``.
+    A matmul of ``b x (m, k) @ (k, n)`` is cut into output tiles. Without ``num_units`` it reaches
+    ``matmul_fraction * tiles / (tiles + half_tiles) * k / (k + half_k)`` of the peak: few tiles
+    leave multiprocessors idle, a short ``k`` does not hide the start of each tile. Where k is
+    beyond ``split_k`` the tiles are cut along k as well. Sizes below a tile take a smaller one:
+    the next power of two, at least ``MIN_TILE``. With ``num_units`` the tiles are dealt to so many
+    multiprocessors in waves (:mod:`cost_models.compute`), and ``half_tiles`` and ``split_k`` play
+    no part.
 
     Attributes:
         matmul_fraction: Of large matmuls, in (0, 1].
-        attention_fraction: Of fused attention, forward, in (0, 1].
+        attention_fraction: Of fused attention, forward, heads of 128, long sequences, in (0, 1].
+        attention_backward_fraction: The same of its backward.
         conv_fraction: Of large convolutions, in (0, 1].
         memory_fraction: Of the memory bandwidth, for streaming kernels, in (0, 1].
         tile: Edge of an output tile, in elements.
         half_tiles: Tiles at which half of the fraction is reached.
         half_k: Inner size at which half of the fraction is reached.
         split_k: Inner size that one tile works on at most.
+        num_units: Multiprocessors; 0 where waves don't matter.
+        wave_share: How much of a last wave that is not full is lost, from 0 (the kernel next in
+            line fills it) to 1.
+        alignment: Sizes are worked on as the next multiple of it (vector loads).
     """
 
     matmul_fraction: float = 0.72
     attention_fraction: float = 0.45
+    attention_backward_fraction: float = 0.4
     conv_fraction: float = 0.5
     memory_fraction: float = 0.85
     tile: int = 128
     half_tiles: float = 40.0
     half_k: float = 64.0
     split_k: int = 4096
+    num_units: int = 0
+    wave_share: float = 0.0
+    alignment: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("matmul_fraction", "attention_fraction", "conv_fraction", "memory_fraction"):
+        for name in (
+            "matmul_fraction", "attention_fraction", "attention_backward_fraction",
+            "conv_fraction", "memory_fraction",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not 0.0 < value <= 1.0:
                 raise ConfigError(f"EfficiencyCurve: {name} is {value}, not in (0, 1]")
@@ -62,6 +76,11 @@ class EfficiencyCurve:
             raise ConfigError(
                 f"EfficiencyCurve: tile {self.tile} and split_k {self.split_k} must be at least 1, "
                 f"half_tiles {self.half_tiles} and half_k {self.half_k} at least 0"
+            )
+        if self.num_units < 0 or self.alignment < 1 or not 0.0 <= self.wave_share <= 1.0:
+            raise ConfigError(
+                f"EfficiencyCurve: num_units {self.num_units} must be at least 0, alignment "
+                f"{self.alignment} at least 1, wave_share {self.wave_share} in [0, 1]"
             )
 
 
@@ -78,6 +97,8 @@ class Device:
         reserved_bytes: Part of it that a plan may not use: context, libraries, fragmentation.
         memory_bandwidth_bytes_per_s: Data-sheet bandwidth of the device's memory.
         launch_overhead_s: Seconds that each kernel costs whatever its size.
+        host_operator_s: Seconds that the host needs to issue one operator of an eager training
+            step, forward or backward; a step whose kernels are shorter waits for the host.
         curve: Share of the peaks that kernels reach.
         source: Where the figures come from.
     """
@@ -90,6 +111,7 @@ class Device:
     launch_overhead_s: float
     source: str
     reserved_bytes: int = 0
+    host_operator_s: float = 0.0
     curve: EfficiencyCurve = EfficiencyCurve()
 
     def __post_init__(self) -> None:
@@ -106,11 +128,11 @@ class Device:
         for name, value in numbers.items():
             if not value > 0:
                 raise ConfigError(f"device {self.name!r}: {name} is {value}, must be above 0")
-        if self.launch_overhead_s < 0:
-            raise ConfigError(
-                f"device {self.name!r}: launch_overhead_s is {self.launch_overhead_s}, "
-                "must be at least 0"
-            )
+        for name in ("launch_overhead_s", "host_operator_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"device {self.name!r}: {name} is {getattr(self, name)}, must be at least 0"
+                )
         if not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ConfigError(
                 f"device {self.name!r}: reserved_bytes is {self.reserved_bytes}, "

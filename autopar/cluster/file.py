@@ -151,6 +151,7 @@ def _device_data(device: Device) -> dict[str, object]:
         "reserved": device.reserved_bytes,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
         "launch_overhead_s": device.launch_overhead_s,
+        "host_operator_s": device.host_operator_s,
         "efficiency": asdict(device.curve),
         "source": device.source,
     }
@@ -159,7 +160,7 @@ def _device_data(device: Device) -> dict[str, object]:
 def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None]:
     known = {
         "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
-        "launch_overhead_s", "efficiency", "source",
+        "launch_overhead_s", "host_operator_s", "efficiency", "source",
     }  # fmt: skip
     entry = _Entry(where, value, known)
     base: Preset | None = None
@@ -189,6 +190,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             launch_overhead_s=entry.number(
                 "launch_overhead_s", old.launch_overhead_s if old else None
             ),
+            host_operator_s=entry.number("host_operator_s", old.host_operator_s if old else 0.0),
             curve=curve,
             source=entry.text("source", f"given in {where}"),
         )
@@ -204,12 +206,18 @@ def _curve(parent: _Entry, old: EfficiencyCurve) -> EfficiencyCurve:
         return EfficiencyCurve(
             matmul_fraction=entry.number("matmul_fraction", old.matmul_fraction),
             attention_fraction=entry.number("attention_fraction", old.attention_fraction),
+            attention_backward_fraction=entry.number(
+                "attention_backward_fraction", old.attention_backward_fraction
+            ),
             conv_fraction=entry.number("conv_fraction", old.conv_fraction),
             memory_fraction=entry.number("memory_fraction", old.memory_fraction),
             tile=entry.count("tile", old.tile),
             half_tiles=entry.number("half_tiles", old.half_tiles),
             half_k=entry.number("half_k", old.half_k),
             split_k=entry.count("split_k", old.split_k),
+            num_units=int(entry.number("num_units", old.num_units)),
+            wave_share=entry.number("wave_share", old.wave_share),
+            alignment=entry.count("alignment", old.alignment),
         )
     except ConfigError as error:
         raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None

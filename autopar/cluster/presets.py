@@ -16,7 +16,7 @@ Link bandwidths are what collectives reach, so data-sheet figures are multiplied
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autopar.cluster.device import Device, DeviceKind, EfficiencyCurve, rates
@@ -68,6 +68,7 @@ def _gpu(
     memory_gib: float,
     bandwidth_gb_per_s: float,
     curve: EfficiencyCurve,
+    host_us: float,
     source: str,
 ) -> Device:
     memory_bytes = int(memory_gib * GIB)
@@ -79,6 +80,7 @@ def _gpu(
         reserved_bytes=CONTEXT_BYTES + int(FRAGMENTATION_FRACTION * memory_bytes),
         memory_bandwidth_bytes_per_s=bandwidth_gb_per_s * GB,
         launch_overhead_s=KERNEL_OVERHEAD_S,
+        host_operator_s=host_us * MICRO_S,
         curve=curve,
         source=source,
     )
@@ -120,17 +122,37 @@ def _pcie(gb_per_s: float, source: str) -> Link:
     )
 
 
-# Tiles at half efficiency are a third of the multiprocessors: A100 108, H100 and H200 132, V100 80,
-# L4 58, A10G 80, T4 40 [data sheet]. The fraction is 0.9 of the maximum achievable matmul rate
-# where that is published (A100 271.2 of 312, H100 794.5 of 989: ml-engineering), else [general].
-_A100_CURVE = EfficiencyCurve(matmul_fraction=0.78, attention_fraction=0.55, half_tiles=36)
-_HOPPER_CURVE = EfficiencyCurve(matmul_fraction=0.72, attention_fraction=0.45, half_tiles=44)
+# Multiprocessors: A100 108, H100 and H200 132, V100 80, L4 58, A10G 80, T4 40 [data sheet]. The
+# matmul fraction is bound by the maximum achievable rate where that is published (A100 271.2 of
+# 312, H100 794.5 of 989: ml-engineering); below it, and for the other fractions, [fitted] means
+# fitted on published training runs of that GPU type, see tests/bench/fit_constants.py.
+_TENSOR_CORES = EfficiencyCurve(half_k=16.0, wave_share=0.1, alignment=8)  # [fitted] on all
+_A100_CURVE = replace(
+    _TENSOR_CORES,
+    num_units=108,
+    matmul_fraction=0.80,  # [fitted]
+    attention_fraction=0.50,  # [fitted]
+    attention_backward_fraction=0.35,  # [fitted]
+    memory_fraction=0.70,  # [fitted]
+)
+_HOPPER_CURVE = replace(
+    _TENSOR_CORES,
+    num_units=132,
+    matmul_fraction=0.73,  # [fitted]
+    attention_fraction=0.40,  # [fitted]
+    attention_backward_fraction=0.30,  # [fitted]
+    memory_fraction=0.85,  # [fitted]
+)
+# The same chip with a power limit of 500 W and slower memory.
+_HOPPER_500W_CURVE = replace(_HOPPER_CURVE, matmul_fraction=0.60, memory_fraction=0.70)  # [fitted]
+_A100_HOST_US = 20.0  # [fitted] on runs of small models
+_HOPPER_HOST_US = 15.0  # [fitted]
 
 _A100_PEAKS = {
     "float64": 9.7, "float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
 }  # fmt: skip
 _HOPPER_PEAKS = {
-    "float64": 34, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989,
+    "float64": 34, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989, "float8": 1979,
 }  # fmt: skip
 _V100_PEAKS = {"float64": 7.8, "float32": 15.7, "float16": 125}
 
@@ -147,7 +169,15 @@ def _v100(name: str, memory_gib: float) -> Preset:
             _V100_PEAKS,
             memory_gib=memory_gib,
             bandwidth_gb_per_s=900,
-            curve=EfficiencyCurve(matmul_fraction=0.7, attention_fraction=0.3, half_tiles=27),
+            curve=replace(
+                _TENSOR_CORES,
+                num_units=80,
+                matmul_fraction=0.60,  # [fitted]
+                attention_fraction=0.3,
+                attention_backward_fraction=0.25,
+                memory_fraction=0.85,
+            ),
+            host_us=_A100_HOST_US,
             source="NVIDIA V100 SXM2 [data sheet]; no bfloat16, it runs at the rate of float32",
         ),
         machine_size=8,
@@ -164,6 +194,7 @@ def _a100(name: str, memory_gib: float, bandwidth_gb_per_s: float) -> Preset:
             memory_gib=memory_gib,
             bandwidth_gb_per_s=bandwidth_gb_per_s,
             curve=_A100_CURVE,
+            host_us=_A100_HOST_US,
             source="NVIDIA A100 SXM4 [data sheet]",
         ),
         machine_size=8,
@@ -172,14 +203,21 @@ def _a100(name: str, memory_gib: float, bandwidth_gb_per_s: float) -> Preset:
     )
 
 
-def _hopper(name: str, memory_gib: float, bandwidth_gb_per_s: float, source: str) -> Preset:
+def _hopper(
+    name: str,
+    memory_gib: float,
+    bandwidth_gb_per_s: float,
+    source: str,
+    curve: EfficiencyCurve = _HOPPER_CURVE,
+) -> Preset:
     return Preset(
         device=_gpu(
             name,
             _HOPPER_PEAKS,
             memory_gib=memory_gib,
             bandwidth_gb_per_s=bandwidth_gb_per_s,
-            curve=_HOPPER_CURVE,
+            curve=curve,
+            host_us=_HOPPER_HOST_US,
             source=source,
         ),
         machine_size=8,
@@ -231,6 +269,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "a100-40gb": _a100("a100-40gb", 39.5, 1555),
         "a100-80gb": _a100("a100-80gb", 79.2, 2039),
         "h100-sxm": _hopper("h100-sxm", 79.2, 3350, "NVIDIA H100 SXM5 [data sheet]"),
+        "h100-96gb": _hopper(
+            "h100-96gb",
+            94.5,
+            2400,
+            "NVIDIA H100 with 96 GB of HBM2e and 500 W [published: torchtitan's benchmarks]",
+            _HOPPER_500W_CURVE,
+        ),
         "h200": _hopper("h200", 139.8, 4800, "NVIDIA H200 SXM [data sheet]"),
         "v100-16gb": _v100("v100-16gb", 15.8),
         "v100-32gb": _v100("v100-32gb", 31.7),
@@ -241,7 +286,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 memory_gib=22.2,
                 bandwidth_gb_per_s=300,
                 # [general] 72 W: the clock drops to about half under sustained matmuls
-                curve=EfficiencyCurve(matmul_fraction=0.5, attention_fraction=0.4, half_tiles=19),
+                curve=replace(
+                    _TENSOR_CORES,
+                    num_units=58,
+                    matmul_fraction=0.5,
+                    attention_fraction=0.4,
+                    attention_backward_fraction=0.3,
+                ),
+                host_us=_A100_HOST_US,
                 source="NVIDIA L4 [data sheet], dense = half of the printed sparse rates",
             ),
             machine_size=8,
@@ -254,7 +306,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 {"float64": 0.49, "float32": 31.2, "bfloat16": 70, "float16": 70},
                 memory_gib=22.1,
                 bandwidth_gb_per_s=600,
-                curve=EfficiencyCurve(matmul_fraction=0.72, attention_fraction=0.45, half_tiles=27),
+                curve=replace(
+                    _TENSOR_CORES,
+                    num_units=80,
+                    matmul_fraction=0.86,
+                    attention_fraction=0.45,
+                    attention_backward_fraction=0.35,
+                    memory_fraction=0.85,
+                ),
+                host_us=_A100_HOST_US,
                 source="NVIDIA A10G [data sheet]; 70 TFLOP/s dense half precision as listed by "
                 "llm-analysis, while the A10 (no G) has 125",
             ),
@@ -271,7 +331,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 {"float64": 0.25, "float32": 8.1, "float16": 65},
                 memory_gib=14.7,
                 bandwidth_gb_per_s=320,
-                curve=EfficiencyCurve(matmul_fraction=0.45, attention_fraction=0.3, half_tiles=13),
+                curve=replace(
+                    _TENSOR_CORES,
+                    num_units=40,
+                    matmul_fraction=0.30,
+                    attention_fraction=0.25,
+                    attention_backward_fraction=0.2,
+                    memory_fraction=0.6,
+                ),
+                host_us=_A100_HOST_US,
                 source="NVIDIA T4 [data sheet]; no bfloat16, it runs at the rate of float32",
             ),
             machine_size=4,

@@ -31,6 +31,14 @@ class LinkKind(StrEnum):
     OTHER = "other"
 
 
+# A ring over many machines loses the use of several adapters at once: rails meet on shared switches
+# and the slowest path holds back all. Beyond LEAF_MACHINES the adapters that one ring drives are
+# divided by 1 + (machines - LEAF_MACHINES) / RAIL_MACHINES, down to one. [fitted on published runs
+# with sharded parameters: 16 machines of 8 lose little, at 48 to 280 a ring gets one adapter]
+LEAF_MACHINES = 8
+RAIL_MACHINES = 5.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A connection as one device sees it.
@@ -184,15 +192,17 @@ class Cluster:
         """The link that bounds a ring over ``ranks`` while its sister groups do the same.
 
         A group with ``k`` ranks on each machine drives ``k`` devices' shares of the adapters (the
-        library runs k rings), so between machines it sees ``k`` times one device's bandwidth, but
-        never more than the link inside. The latency is the mean over the hops of the ring, most
-        of which stay inside a machine. A group of one gets its machine's inner link, which it
-        does not use.
+        library runs k rings), so between machines it sees ``k`` times one device's bandwidth (less
+        over many machines), but never more than the link inside. The latency is the mean over the
+        hops of the ring, most of which stay inside a machine. A group of one gets its machine's
+        inner link, which it does not use.
         """
         links = self.links_for(ranks)
         if links.inter is None:
             return links.intra or self.machines[self.machine_of(ranks[0])].intra
-        bandwidth = links.per_machine * links.inter.bandwidth_bytes_per_s
+        beyond = max(0, links.num_machines - LEAF_MACHINES)
+        adapters = max(1.0, links.per_machine / (1.0 + beyond / RAIL_MACHINES))
+        bandwidth = adapters * links.inter.bandwidth_bytes_per_s
         latency_s = links.inter.latency_s
         if links.intra is not None:
             bandwidth = min(bandwidth, links.intra.bandwidth_bytes_per_s)

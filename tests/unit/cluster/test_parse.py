@@ -61,7 +61,10 @@ def test_every_preset_can_be_named_and_says_where_its_figures_come_from():
         (True, r"devices is True of type bool; write a count"),
         (2.0, r"devices is 2.0 of type float"),
         (None, r"devices is None of type NoneType"),
-        ("8:h10", r"no device is called 'h10'; did you mean 'h100-sxm'\? known are a100-40gb, "),
+        (
+            "8:h10",
+            r"no device is called 'h10'; did you mean 'h100-sxm' or 'h100-96gb'\? known are ",
+        ),
         ("8:a100", r"no device is called 'a100'; did you mean 'a100-40gb' or 'a100-80gb'\?"),
         ("8:xyz", r"no device is called 'xyz'; known are .*describe another one in a .json"),
         ("no_such.json", r"cluster file 'no_such.json' can't be read: No such file"),

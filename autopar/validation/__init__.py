@@ -1,0 +1,1 @@
+"""Published training runs as predictions: what was measured against what autopar would say."""

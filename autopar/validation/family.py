@@ -1,0 +1,156 @@
+"""Which kernels and which framework a record names, as facts that prices may depend on.
+
+A family is read off the record's own words (``parallel.kernel``, ``parallel.compile``, titles and
+notes). It never holds a constant of its own: constants belong to (GPU type, op class, family).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cost_models.kernels import AttentionKernel, Backend, Float8, Kernels
+
+
+class Framework(StrEnum):
+    """Who runs the step: fixes what overlaps and what is kept in which precision."""
+
+    MEGATRON = "megatron"
+    TORCH = "torch"  # 3-D parallel, nothing more is said
+    DEEPSPEED = "deepspeed"
+    FSDP = "fsdp"
+    XLA = "xla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFamily:
+    """Kernels and framework of a run.
+
+    Attributes:
+        attention: Kernel of fused attention; None where scores are operators of their own.
+        float8: Scaling of 8-bit linear layers; None for the record's own precision.
+        fused: Regions of a block that are one kernel each: ``"norm"``, ``"softmax"``,
+            ``"activation"``, ``"residual"``, ``"rotary"``.
+        compiled: Every chain of element-wise operators is fused by a compiler.
+        framework: Who runs the step.
+        overlaps_data_reduction: Gradients are reduced while backward still runs.
+        prefetches_weights: Weights of the next layer are gathered while this one computes.
+        scatters_messages: Pipeline messages are cut over tp and gathered again on arrival.
+        dropout: Probability of dropping, 0.0 for none.
+    """
+
+    attention: AttentionKernel | None
+    fused: frozenset[str]
+    compiled: bool
+    framework: Framework
+    overlaps_data_reduction: bool
+    prefetches_weights: bool
+    scatters_messages: bool
+    dropout: float
+    float8: Float8 | None = None
+
+    @property
+    def explicit_attention(self) -> bool:
+        """Whether scores are operators of their own."""
+        return self.attention is None
+
+    @property
+    def kernels(self) -> Kernels:
+        """The same for :func:`cost_models.kernels.kernel_works`."""
+        return Kernels(
+            backend=Backend.COMPILED if self.compiled else Backend.EAGER,
+            attention=self.attention or AttentionKernel.FLASH_2,
+            float8=self.float8,
+        )
+
+    def __str__(self) -> str:
+        """Such as ``megatron, unfused attention, fused norm softmax``."""
+        fused = "compiled" if self.compiled else "fused " + (" ".join(sorted(self.fused)) or "none")
+        return f"{self.framework}, {self.attention or 'unfused'} attention, {fused}"
+
+
+_GPT_RECIPES = (Framework.MEGATRON, Framework.DEEPSPEED, Framework.TORCH)
+ALL_REGIONS = frozenset({"norm", "softmax", "activation", "residual", "rotary"})
+
+
+def family_of(entry: Mapping[str, object]) -> KernelFamily:
+    """The family of a record.
+
+    Rules, first match wins: the words of ``parallel.kernel``; then the framework's usual kernels.
+    """
+    words = _words(entry)
+    parallel = entry.get("parallel")
+    kernel = str(parallel.get("kernel") or "").lower() if isinstance(parallel, Mapping) else ""
+    compiled = isinstance(parallel, Mapping) and parallel.get("compile") is True
+    zero = parallel.get("zero_stage") if isinstance(parallel, Mapping) else None
+    model = entry.get("model")
+    is_gpt = isinstance(model, Mapping) and model.get("arch") == "gpt"
+    framework = _framework(words, zero)
+    is_lean = "mpt-" in words or not is_gpt
+    return KernelFamily(
+        attention=_attention(kernel, words, framework, is_lean=is_lean),
+        fused=_fused(kernel, framework, is_lean=is_lean),
+        compiled=compiled or framework is Framework.XLA,
+        framework=framework,
+        overlaps_data_reduction=framework in (Framework.FSDP, Framework.DEEPSPEED),
+        prefetches_weights=framework is Framework.FSDP,
+        float8=_float8(parallel),
+        scatters_messages="scatter/gather" in words,
+        # GPT recipes of Megatron drop a tenth; MPT and Llama models, and XLA benchmarks, nothing
+        dropout=0.1 if framework in _GPT_RECIPES and not is_lean else 0.0,
+    )
+
+
+def _words(entry: Mapping[str, object]) -> str:
+    parts = [str(entry.get("notes") or "")]
+    for name in ("source", "model"):
+        part = entry.get(name)
+        if isinstance(part, Mapping):
+            parts += [str(v) for v in part.values()]
+    return " ".join(parts).lower()
+
+
+def _framework(words: str, zero: object) -> Framework:
+    if "parax" in words or "xla" in words:
+        return Framework.XLA
+    if "fsdp" in words or "torchtitan" in words or "llm-foundry" in words:
+        return Framework.FSDP
+    if "deepspeed" in words and ("pipeline engine" in words or zero == 3):
+        return Framework.DEEPSPEED
+    if "megatron" in words or "nanotron" in words:
+        return Framework.MEGATRON
+    return Framework.TORCH
+
+
+def _float8(parallel: object) -> Float8 | None:
+    words = str(parallel.get("precision") or "") if isinstance(parallel, Mapping) else ""
+    if "float8" not in words:
+        return None
+    return Float8.ROWWISE if "rowwise" in words else Float8.TENSORWISE
+
+
+def _attention(
+    kernel: str, words: str, framework: Framework, *, is_lean: bool
+) -> AttentionKernel | None:
+    if "flash" in kernel:
+        return AttentionKernel.FLASH_1 if "v1" in kernel else AttentionKernel.FLASH_2
+    if kernel in ("torch", "fused"):
+        return None
+    if "flashattention (triton)" in words:
+        return AttentionKernel.FLASH_TRITON
+    if framework is Framework.FSDP or is_lean:
+        return AttentionKernel.FLASH_2
+    return None
+
+
+def _fused(kernel: str, framework: Framework, *, is_lean: bool) -> frozenset[str]:
+    if kernel == "torch":
+        return frozenset()
+    if kernel == "fused":
+        return frozenset({"softmax"})
+    if kernel:
+        return frozenset({"norm"}) if "rms" in kernel else frozenset()
+    if framework in _GPT_RECIPES:
+        return ALL_REGIONS
+    return frozenset({"norm"}) if is_lean and "mpt" in kernel else frozenset()

@@ -1,0 +1,96 @@
+"""What the kernels of a framework do of an operator's work: attention, 8-bit matmuls.
+
+The rates of a device (:class:`~autopar.cluster.device.EfficiencyCurve`) are those of its best
+kernels. An older or differently made kernel for the same operator reaches a share of them, which
+depends on the kernel and not on who measured it. Which kernels a program runs is told by name.
+
+Source: Dao et al., "FlashAttention", 2022, and "FlashAttention-2", 2023; Micikevicius et al., "FP8
+formats for deep learning", 2022; constants as marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from cost_models.flops import OpClass, Work
+
+FLOAT8 = "float8"  # key of peak_flops
+
+
+class Backend(StrEnum):
+    """What starts the kernels."""
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+
+
+class AttentionKernel(StrEnum):
+    """How fused attention is computed."""
+
+    FLASH_1 = "flash-1"
+    FLASH_TRITON = "flash-triton"
+    FLASH_2 = "flash-2"
+
+
+class Float8(StrEnum):
+    """How scales of 8-bit matmuls are found: one per tensor, or one per row."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+
+
+# Share of FlashAttention-2's rate that an attention kernel reaches on the same device. Version 1
+# and its Triton form split work over heads only, and inside a block between the wrong warps.
+# [published: version 2 is 1.7 to 3 times as fast; Dao, "FlashAttention-2", 2023; the values are
+# fitted on runs that name their kernel]
+ATTENTION_SHARE: Mapping[AttentionKernel, float] = MappingProxyType(
+    {AttentionKernel.FLASH_1: 0.6, AttentionKernel.FLASH_TRITON: 0.6, AttentionKernel.FLASH_2: 1.0}
+)
+# Share of the 8-bit rate of tensor-wise scaled matmuls that row-wise scaled ones reach.
+# [fitted on runs with both scalings]
+ROWWISE_SHARE = 0.45
+# Bytes moved per element of an operand that is cast: read for its maximum, read again, written.
+CAST_BYTES = 2 + 2 + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which kernels a training program runs.
+
+    Attributes:
+        backend: Eager or compiled.
+        attention: Kernel of fused attention.
+        float8: Scaling of 8-bit linear layers; None for the program's own dtype.
+    """
+
+    backend: Backend = Backend.EAGER
+    attention: AttentionKernel = AttentionKernel.FLASH_2
+    float8: Float8 | None = None
+
+
+def kernel_works(work: Work, kernels: Kernels) -> tuple[Work, ...]:
+    """``work`` as these kernels do it.
+
+    A slower kernel is given more FLOPs in proportion. An 8-bit matmul is preceded by the casts of
+    its two operands, one kernel each if compiled, two if not. Batched matmuls, those of attention
+    that is not fused, stay in the program's dtype.
+
+    >>> score = Work(op_class=OpClass.ATTENTION, flops=6.0)
+    >>> kernel_works(score, Kernels(attention=AttentionKernel.FLASH_1))[0].flops
+    10.0
+    """
+    if work.op_class is OpClass.ATTENTION:
+        return (replace(work, flops=work.flops / ATTENTION_SHARE[kernels.attention]),)
+    if work.op_class is OpClass.MATMUL and kernels.float8 is not None and work.dims[:1] == (1,):
+        share = ROWWISE_SHARE if kernels.float8 is Float8.ROWWISE else 1.0
+        _, m, n, k = work.dims
+        cast = Work(
+            op_class=OpClass.MEMORY,
+            moved_bytes=float(CAST_BYTES * (m * k + k * n)),
+            num_kernels=2 if kernels.backend is Backend.COMPILED else 4,
+        )
+        return (cast, replace(work, dtype=FLOAT8, flops=work.flops / share))
+    return (work,)
