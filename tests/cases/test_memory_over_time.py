@@ -119,11 +119,14 @@ def figured(problem, word, degrees):
 @pytest.mark.parametrize("degrees", PLANS.values(), ids=PLANS.keys())
 def test_the_peak_over_time_is_that_of_the_plan(problem, degrees):
     plan, _, figures = figured(problem, "none", degrees)
+    assert plan.peak_at.startswith("stage ")
     for rank, timeline in enumerate(
         memory_timelines(figures.simulation, [s.held for s in figures.stages])
     ):
         if plan.mesh.virtual == 1:
             assert timeline.peak_bytes == figures.rank_bytes[rank] <= plan.peak_bytes
+            if timeline.peak_bytes == plan.peak_bytes:
+                assert timeline.peak.where == plan.peak_at
         else:  # the plan adds up the peaks of a rank's stages, which differ in time
             assert 0.85 * figures.rank_bytes[rank] < timeline.peak_bytes < figures.rank_bytes[rank]
         assert f"stage {rank}" in timeline.peak.where or plan.mesh.virtual > 1
