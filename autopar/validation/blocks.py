@@ -18,6 +18,7 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.placement import Shard
 from autopar.sharding.programs import LocalPrograms
 from autopar.validation.chains import Chains
+from autopar.validation.convolutions import ConvShape
 from autopar.validation.models import BlockShape
 from autopar.validation.placing import STREAM, megatron_choices
 from autopar.validation.probes import Part, captured_graph
@@ -53,7 +54,7 @@ class PieceKey:
     """Everything that decides a piece."""
 
     part: Part
-    shape: BlockShape
+    shape: BlockShape | ConvShape
     tp: int = 1
     sequence_parallel: bool = False
     fused: frozenset[str] = frozenset()
@@ -109,8 +110,8 @@ def piece_of(key: PieceKey) -> Piece:
     decisions = Decisions(axis_sizes=(1, 1, key.tp), choices=choices, recompute=_remade(graph, key))
     programs = localize(graph, decisions, signatures)
     stage = programs.stages[0]
-    forward = _cleaned(stage.forward, is_head=key.part is Part.HEAD)
-    backward = _cleaned(stage.backward, is_head=key.part is Part.HEAD)
+    forward = _cleaned(stage.forward, is_head=key.part in (Part.HEAD, Part.NETWORK))
+    backward = _cleaned(stage.backward, is_head=key.part in (Part.HEAD, Part.NETWORK))
     again = _core_results(graph) if key.recompute == "selective" else frozenset()
     params = _parameter_sizes(graph, choices.get("tp", {}), key.tp)
     stream_bytes = _stream_bytes(programs)
@@ -122,8 +123,8 @@ def piece_of(key: PieceKey) -> Piece:
         ),
         saved_bytes=saved_bytes(stage.forward) + stream_bytes,
         input_bytes=stream_bytes,
-        forward_peak_bytes=_peak(forward, freed=()),
-        backward_peak_bytes=_peak(backward, freed=(InputKind.SAVED,)),
+        forward_peak_bytes=_peak(forward, key.fused, freed=()),
+        backward_peak_bytes=_peak(backward, key.fused, freed=(InputKind.SAVED,)),
         params=sum(params),
     )
 
@@ -205,7 +206,8 @@ def _stream_bytes(programs: LocalPrograms) -> float:
     return 0.0
 
 
-def _peak(graph: Graph, *, freed: tuple[InputKind, ...]) -> float:
+def _peak(graph: Graph, fused: frozenset[str], *, freed: tuple[InputKind, ...]) -> float:
+    graph = Chains(graph, fused).without_inner() if fused else graph
     return float(
         liveness(
             graph, held_outputs=_HELD, freed_inputs=freed, workspace=lambda _node, _metas: 0

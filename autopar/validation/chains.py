@@ -9,13 +9,15 @@ from what it reads, so that they are not saved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Meta, Node, Phase, TensorMeta
 from cost_models.flops import FREE, OpClass, Work, tensors, work_of
 
 EVERYTHING = "compiled"
-_LEAVES = {"core": "softmax", "activation": "activation", "rotary": "rotary"}
+_LEAVES = {
+    "core": "softmax", "activation": "activation", "rotary": "rotary", "loss": "loss",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,25 @@ class Chains:
         writes = sum(_bytes(self.metas[v]) for v in kept)
         dtype = next((t.dtype for v in kept for t in tensors(self.metas[v])), "float32")
         return Work(op_class=OpClass.MEMORY, moved_bytes=sum(reads.values()) + writes, dtype=dtype)
+
+    def without_inner(self) -> Graph:
+        """The program with inner values of chains as empty: a kernel keeps them in registers."""
+        empty: set[str] = set()
+        for chain in self.chains():
+            inside = {n.name for n in chain.nodes}
+            if len(chain.nodes) > 1:
+                empty |= {
+                    n.name
+                    for n in chain.nodes
+                    if isinstance(n.meta, TensorMeta) and not self._is_read(n.name, n, inside)
+                }
+        nodes = [
+            replace(n, meta=TensorMeta((0,), n.meta.dtype))
+            if isinstance(n.meta, TensorMeta) and (n.name in empty or self.base(n.name) in empty)
+            else n
+            for n in self.graph.nodes
+        ]
+        return Graph(self.graph.inputs, tuple(nodes), self.graph.outputs)
 
     def inner_values(self) -> Iterable[str]:
         """Operators of chains of several whose value no other kernel reads in forward."""

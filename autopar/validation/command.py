@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args.data, args.source, args.out)
     except (AutoparError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return FAILED
     return 0
 
@@ -59,7 +59,7 @@ def _run(data: Path, source: str | None, out: Path | None) -> None:
         if table.row_count:
             console.print(table)
     for line in (*_totals(found), *_assumed_lines(outcomes), *_skipped_lines(skipped)):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         out.write_text(json.dumps(as_json(outcomes, skipped, found), indent=1), encoding="utf-8")
         console.print(f"wrote {out}", markup=False, highlight=False)

@@ -17,6 +17,7 @@ class Framework(StrEnum):
     """Who runs the step: fixes what overlaps and what is kept in which precision."""
 
     MEGATRON = "megatron"
+    NANOTRON = "nanotron"
     TORCH = "torch"  # 3-D parallel, nothing more is said
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"
@@ -31,7 +32,7 @@ class KernelFamily:
         attention: Kernel of fused attention; None where scores are operators of their own.
         float8: Scaling of 8-bit linear layers; None for the record's own precision.
         fused: Regions of a block that are one kernel each: ``"norm"``, ``"softmax"``,
-            ``"activation"``, ``"residual"``, ``"rotary"``.
+            ``"activation"``, ``"residual"``, ``"rotary"``, ``"loss"``.
         compiled: Every chain of element-wise operators is fused by a compiler.
         framework: Who runs the step.
         overlaps_data_reduction: Gradients are reduced while backward still runs.
@@ -70,7 +71,7 @@ class KernelFamily:
         return f"{self.framework}, {self.attention or 'unfused'} attention, {fused}"
 
 
-_GPT_RECIPES = (Framework.MEGATRON, Framework.DEEPSPEED, Framework.TORCH)
+_GPT_RECIPES = (Framework.MEGATRON, Framework.NANOTRON, Framework.DEEPSPEED, Framework.TORCH)
 ALL_REGIONS = frozenset({"norm", "softmax", "activation", "residual", "rotary"})
 
 
@@ -90,7 +91,7 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
     is_lean = "mpt-" in words or not is_gpt
     return KernelFamily(
         attention=_attention(kernel, words, framework, is_lean=is_lean),
-        fused=_fused(kernel, framework, is_lean=is_lean),
+        fused=_fused(kernel, words, framework),
         compiled=compiled or framework is Framework.XLA,
         framework=framework,
         overlaps_data_reduction=framework in (Framework.FSDP, Framework.DEEPSPEED),
@@ -118,7 +119,9 @@ def _framework(words: str, zero: object) -> Framework:
         return Framework.FSDP
     if "deepspeed" in words and ("pipeline engine" in words or zero == 3):
         return Framework.DEEPSPEED
-    if "megatron" in words or "nanotron" in words:
+    if "nanotron" in words:
+        return Framework.NANOTRON
+    if "megatron" in words:
         return Framework.MEGATRON
     return Framework.TORCH
 
@@ -144,13 +147,13 @@ def _attention(
     return None
 
 
-def _fused(kernel: str, framework: Framework, *, is_lean: bool) -> frozenset[str]:
+def _fused(kernel: str, words: str, framework: Framework) -> frozenset[str]:
     if kernel == "torch":
         return frozenset()
     if kernel == "fused":
         return frozenset({"softmax"})
     if kernel:
         return frozenset({"norm"}) if "rms" in kernel else frozenset()
-    if framework in _GPT_RECIPES:
-        return ALL_REGIONS
-    return frozenset({"norm"}) if is_lean and "mpt" in kernel else frozenset()
+    if "mpt-" in words:
+        return frozenset({"loss"})  # its reference code takes flash-attn's cross-entropy
+    return ALL_REGIONS if framework in _GPT_RECIPES else frozenset()

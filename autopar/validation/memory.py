@@ -69,6 +69,8 @@ def state_bytes(works: RecordWorks) -> StateBytes:
         return StateBytes(weight=4, gradient=4, optimizer=8)
     if works.precision in ("fp16", "bf16-pure") or works.family.framework is Framework.TORCH:
         return StateBytes(weight=2, gradient=2, optimizer=12)
+    if works.family.framework is Framework.NANOTRON:
+        return StateBytes(weight=2, gradient=2 + 4, optimizer=12)  # its own beside the sum
     return StateBytes(weight=2, gradient=4, optimizer=12)
 
 
@@ -102,9 +104,7 @@ def _rank_bytes(works: RecordWorks, rank: int) -> dict[str, float]:
     saved = sum(
         stage.saved_bytes * _in_flight(works, rank + i * works.pp) for i, stage in enumerate(chunks)
     )
-    transients = max(
-        max(c.forward_peak_bytes, c.backward_peak_bytes + c.full_layer_bytes) for c in chunks
-    )
+    transients = max(max(c.forward_peak_bytes, c.backward_peak_bytes) for c in chunks)
     return {
         "parameters": weights,
         "gradients": grads,

@@ -30,6 +30,7 @@ class BlockShape:
         batch: Sequences of a micro-batch.
         explicit_attention: Scores are made, masked and normalised by operators of their own;
             False for one attention operator.
+        wide_softmax: Explicit scores are normalised in float32, as plain torch code does.
         dropout: Probability of dropping attention weights and residual updates.
         tied: Whether the head is the embedding.
     """
@@ -43,6 +44,7 @@ class BlockShape:
     seq: int
     batch: int
     explicit_attention: bool = False
+    wide_softmax: bool = False
     dropout: float = 0.0
     tied: bool = True
 
@@ -103,7 +105,11 @@ class Core(nn.Module):
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
         if mask is not None:
             scores = scores.masked_fill(mask, -10000.0)
-        return torch.matmul(self.drop(torch.softmax(scores, dim=-1)), v)
+        if self.shape.wide_softmax:
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        return torch.matmul(self.drop(weights), v)
 
 
 class Attention(nn.Module):
@@ -255,6 +261,14 @@ class EmbeddingProbe(nn.Module):
         return dropped.sum()
 
 
+class Loss(nn.Module):
+    """Cross-entropy in float32."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean over rows."""
+        return functional.cross_entropy(logits.float(), labels)
+
+
 class HeadProbe(nn.Module):
     """Last norm, projection on the vocabulary, cross-entropy in float32."""
 
@@ -263,8 +277,9 @@ class HeadProbe(nn.Module):
         self.x = nn.Parameter(torch.empty(shape.seq, shape.batch, shape.hidden))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss = Loss()
 
     def forward(self, labels: Tensor) -> Tensor:
         """Loss for ``labels`` ``(s, b)``."""
-        logits = self.head(self.norm(self.x).flatten(0, 1)).float()
-        return functional.cross_entropy(logits, labels.flatten())
+        out: Tensor = self.loss(self.head(self.norm(self.x).flatten(0, 1)), labels.flatten())
+        return out

@@ -9,6 +9,7 @@ import torch
 
 from autopar.capture.tracing import capture
 from autopar.ir.graph import Graph
+from autopar.validation.convolutions import ConvShape, WideResNet, meta_inputs
 from autopar.validation.models import BlockProbe, BlockShape, EmbeddingProbe, HeadProbe
 
 
@@ -18,17 +19,22 @@ class Part(StrEnum):
     BLOCK = "block"
     EMBEDDING = "embedding"
     HEAD = "head"
+    NETWORK = "network"  # a convolutional network, whole
 
 
 @lru_cache(maxsize=16)
-def captured_graph(part: Part, shape: BlockShape) -> Graph:
+def captured_graph(part: Part, shape: BlockShape | ConvShape) -> Graph:
     """Joint program of a part in bfloat16, which stands for both halves: they are equally large.
+
+    Networks are captured in float32.
 
     Args:
         part: Which.
         shape: Its sizes; nothing of that size is ever allocated.
     """
     with torch.device("meta"):
+        if isinstance(shape, ConvShape):
+            return capture(WideResNet(shape), meta_inputs(shape)).graph
         rows = (shape.seq, shape.batch)
         tokens = torch.empty(rows, dtype=torch.int64)
         if part is Part.EMBEDDING:

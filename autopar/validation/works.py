@@ -15,6 +15,7 @@ from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
 from autopar.validation.blocks import Collective, Item, Items, Piece, PieceKey, counted, piece_of
 from autopar.validation.chains import EVERYTHING
+from autopar.validation.convolutions import BLOCKS, ConvShape
 from autopar.validation.errors import SkipRecord
 from autopar.validation.family import Framework, KernelFamily
 from autopar.validation.hardware import cluster_of
@@ -49,7 +50,6 @@ class StageWorks:
         saved_bytes: Kept by a forward.
         forward_operators: Operators that the host issues for a forward.
         backward_operators: The same of backward.
-        full_layer_bytes: What one layer keeps while its backward runs, where it was not kept.
         forward_peak_bytes: Transients of forward.
         backward_peak_bytes: Transients of backward.
     """
@@ -66,7 +66,6 @@ class StageWorks:
     layer_params: float
     edge_params: float
     saved_bytes: float
-    full_layer_bytes: float
     forward_peak_bytes: float
     backward_peak_bytes: float
     forward_operators: float
@@ -135,8 +134,6 @@ def works_of(record: Record) -> RecordWorks:
     Raises:
         SkipRecord: The hardware is not known, or the plan does not fit the model.
     """
-    if record.shape.arch == "wresnet":
-        raise SkipRecord("model.arch is wresnet with a plan that only names its method")
     cluster = cluster_of(record.machine)
     try:
         stages = tuple(_stages(record))
@@ -211,6 +208,7 @@ def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
         arch=shape.arch, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
         ffn=shape.ffn, vocab=-(-shape.vocab // unit) * unit, seq=shape.seq // layout.cp,
         batch=batch, explicit_attention=family.explicit_attention, dropout=family.dropout,
+        wide_softmax=family.explicit_attention and not {"softmax", EVERYTHING} & fused_of(family),
         tied=shape.arch != "llama",
     )  # fmt: skip
 
@@ -223,6 +221,9 @@ def fused_of(family: KernelFamily) -> frozenset[str]:
 def _stages(record: Record) -> Iterable[StageWorks]:
     layout = record.layout
     count = layout.pp * layout.virtual
+    if record.shape.arch == "wresnet":
+        yield _network(record)
+        return
     for index in range(count):
         rank = index % layout.pp
         yield _stage(
@@ -237,10 +238,10 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
     shape = block_shape(record, layout.dp[rank])
     recompute = layout.recompute.value if layout.recompute in _IN_BLOCKS else "none"
     found: dict[Part, Piece] = {}
-    for part in Part:
+    for part in (Part.BLOCK, Part.EMBEDDING, Part.HEAD):
         # the parts at the ends neither know heads nor the MLP: one capture for all that differ
         own = shape if part is Part.BLOCK else replace(
-            shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False
+            shape, heads=1, kv_heads=1, ffn=1, explicit_attention=False, wide_softmax=False
         )  # fmt: skip
         own = replace(own, vocab=1, tied=True) if part is Part.BLOCK else own
         key = PieceKey(
@@ -298,11 +299,48 @@ def _stage(
         layers=layers, tp=layout.tp[rank], dp=layout.dp[rank] * layout.cp,
         params=params, layer_params=block.params, edge_params=edges,
         saved_bytes=saved,
-        full_layer_bytes=block.saved_bytes - block.input_bytes if again else 0.0,
         forward_peak_bytes=max(p.forward_peak_bytes for p, _ in parts),
-        backward_peak_bytes=max(p.backward_peak_bytes for p, _ in parts),
+        backward_peak_bytes=_backward_peak(pieces, again=again > 0, is_last=is_last),
         forward_operators=_operators(forward), backward_operators=_operators(backward),
     )  # fmt: skip
+
+
+def _network(record: Record) -> StageWorks:
+    """A convolutional network on data ranks: one stage."""
+    shape, layout = record.shape, record.layout
+    if layout.pp * layout.tp[0] * layout.virtual * layout.cp > 1:
+        raise SkipRecord("model.arch is wresnet, which is predicted on data ranks alone")
+    if shape.layers not in BLOCKS:
+        known = ", ".join(map(str, BLOCKS))
+        raise SkipRecord(f"model.layers is {shape.layers}; Wide-ResNets of {known} are known")
+    own = ConvShape(
+        layers=shape.layers, base_channels=shape.base_channels, image=shape.image,
+        width_factor=shape.width_factor, batch=layout.mbs,
+    )  # fmt: skip
+    piece = piece_of(PieceKey(part=Part.NETWORK, shape=own, fused=fused_of(record.family)))
+    count = own.num_blocks
+    one = replace(piece, params=piece.params // count)
+    gathers, reduces = _sharded(record, 0, one, float(count), 0.0)
+    return StageWorks(
+        forward=piece.forward, backward=piece.backward, gathers_forward=gathers,
+        gathers_backward=gathers, reduces=reduces, layers=float(count), tp=1, dp=layout.dp[0],
+        params=float(piece.params), layer_params=one.params, edge_params=0.0,
+        saved_bytes=piece.saved_bytes, forward_peak_bytes=piece.forward_peak_bytes,
+        backward_peak_bytes=piece.backward_peak_bytes,
+        forward_operators=_operators(piece.forward),
+        backward_operators=_operators(piece.backward),
+    )  # fmt: skip
+
+
+def _backward_peak(pieces: dict[Part, Piece], *, again: bool, is_last: bool) -> float:
+    """Transients of backward: the head's, or those of a layer once the head's values are gone."""
+    block, head = pieces[Part.BLOCK], pieces[Part.HEAD]
+    layer = block.backward_peak_bytes
+    if again:
+        layer += block.saved_bytes - block.input_bytes
+    if not is_last:
+        return layer
+    return max(head.backward_peak_bytes, layer - head.saved_bytes + head.input_bytes)
 
 
 def _operators(items: Items) -> float:

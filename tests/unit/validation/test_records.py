@@ -1,0 +1,185 @@
+"""Records: what is read, what is skipped and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from autopar.errors import ConfigError
+from autopar.validation.errors import SkipRecord
+from autopar.validation.family import Framework
+from autopar.validation.hardware import Stated, cluster_of
+from autopar.validation.records import (
+    DEFAULT_VOCAB,
+    Recompute,
+    parse_record,
+    published_flops,
+    read_records,
+)
+
+ENTRY = {
+    "id": "made-up-1",
+    "source_id": "made-up",
+    "kind": "e2e_train",
+    "status": "ok",
+    "source": {"paper": "made up", "table": "1"},
+    "hardware": {
+        "gpu": "A100-SXM4-80GB",
+        "n_gpus": 16,
+        "gpus_per_node": 8,
+        "inter_node": "one HDR adapter per GPU",
+        "inter_node_gbs_per_gpu": 25.0,
+    },
+    "model": {"name": "m", "arch": "gpt", "layers": 4, "hidden": 256, "heads": 4, "seq": 128},
+    "parallel": {
+        "tp": 2, "pp": 2, "dp": 4, "mbs": 2, "gbs": 32, "microbatches": 4, "precision": "fp16",
+        "recompute": "full",
+    },
+    "measured": {"iter_s": 1.0, "mem_gib": 10.0},
+}  # fmt: skip
+
+
+def changed(**parts):
+    entry = copy.deepcopy(ENTRY)
+    for name, values in parts.items():
+        if isinstance(values, dict):
+            entry[name] |= values
+            entry[name] = {k: v for k, v in entry[name].items() if v != "drop"}
+        else:
+            entry[name] = values
+    return entry
+
+
+def test_a_whole_record_is_read_and_says_what_it_assumed():
+    record = parse_record(ENTRY)
+    assert record.layout.tp == (2, 2)
+    assert record.layout.dp == (4, 4)
+    assert record.layout.layer_shares == (2.0, 2.0)
+    assert record.shape.vocab == DEFAULT_VOCAB
+    assert record.shape.ffn == 1024
+    assert record.measured.memory_bytes == 10 * 2**30
+    assert {"model.vocab", "model.ffn", "model.kv_heads", "parallel.cp"} <= set(record.assumed)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (changed(model={"hidden": "drop"}), "model.hidden is missing"),
+        (changed(model={"heads": 3}), "no multiple of model.heads"),
+        (changed(model={"arch": "rnn"}), "model.arch is 'rnn'"),
+        (changed(model={"layers": -1}), "must be above 0"),
+        (changed(model={"layers": 2.5}), "not a whole number"),
+        (changed(model={"seq": float("nan")}), "not a number"),
+        (changed(parallel={"tp": "drop", "dp": "drop"}), "the plan is not stated"),
+        (changed(parallel={"dp": 5}), "the degrees use 20"),
+        (changed(parallel={"recompute": "sometimes"}), "has no known meaning"),
+        (changed(parallel={"precision": "int4"}), "has no known meaning"),
+        (changed(parallel={"zero_stage": 7}), "known are 0 to 3"),
+        (changed(parallel={"tp": [2, 2, 2]}), "3 entries for pp 2"),
+        (changed(parallel={"mbs": "drop", "microbatches": "drop"}), "does not follow"),
+        (changed(measured={"iter_s": "drop"}), "no iteration time"),
+        (changed(kind="inference"), "kind is 'inference'"),
+        (changed(status="lost"), "status is 'lost'"),
+        (changed(model="nothing"), "model is missing"),
+    ],
+)
+def test_what_is_missing_or_odd_is_named(entry, reason):
+    with pytest.raises(SkipRecord, match=reason):
+        parse_record(entry)
+
+
+def test_lines_that_cannot_be_used_are_counted_and_never_guessed(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    lines = [
+        json.dumps(ENTRY), "", "{broken", "[1]", json.dumps(changed(model={"heads": "drop"})),
+    ]  # fmt: skip
+    path.write_text("\n".join(lines))
+    records, skipped = read_records(path)
+    assert [r.name for r in records] == ["made-up-1"]
+    assert [s.reason.split(" (")[0] for s in skipped] == [
+        "line is no JSON", "line is no JSON object", "model.heads is missing",
+    ]  # fmt: skip
+
+
+def test_a_source_that_is_not_in_the_file_is_refused_with_those_that_are(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(ENTRY))
+    with pytest.raises(ConfigError, match="'other'.*it has made-up"):
+        read_records(path, source="other")
+    with pytest.raises(ConfigError, match="can't be read"):
+        read_records(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "share"),
+    [
+        ("none", Recompute.NONE, 1.0),
+        ("full", Recompute.FULL, 1.0),
+        ("selective", Recompute.CORE, 1.0),
+        ("selective, per-microbatch partial", Recompute.CORE, 1.0),
+        ("selective (per-op SAC default)", Recompute.PER_OPERATOR, 1.0),
+        ("42% of ops recomputed", Recompute.SHARE, 0.42),
+    ],
+)
+def test_words_for_recompute(word, kind, share):
+    layout = parse_record(changed(parallel={"recompute": word})).layout
+    assert (layout.recompute, layout.recompute_share) == (kind, share)
+
+
+def test_layer_bounds_count_layers_and_not_the_entries_around_them():
+    layout = parse_record(changed(parallel={"layer_split": [0, 3, 8]})).layout
+    # two entries before the four layers, two after
+    assert layout.layer_shares == (1.0, 3.0)
+
+
+def test_a_rate_becomes_a_time_by_the_formula_that_the_record_names():
+    entry = changed(
+        measured={
+            "iter_s": "drop",
+            "tflops_per_gpu": 100,
+            "flops_convention": "F=96*B*s*L*h^2*(...)",
+        }
+    )
+    record = parse_record(entry)
+    flops = published_flops(record.shape, 32, passes=4)
+    assert record.measured.iteration_s == pytest.approx(flops / (16 * 100e12))
+
+
+def test_published_flops_are_those_of_the_paper():
+    shape = parse_record(ENTRY).shape
+    b, s, layers, h, v = 32, 128, 4, 256, DEFAULT_VOCAB
+    want = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert published_flops(shape, b, passes=4) == pytest.approx(want)
+
+
+def test_an_unknown_gpu_is_skipped_and_the_known_ones_are_listed():
+    with pytest.raises(SkipRecord, match="'TPU-v4'; known are A100"):
+        cluster_of(Stated(gpu="TPU-v4", num_gpus=4))
+    with pytest.raises(SkipRecord, match="without a memory size"):
+        cluster_of(Stated(gpu="A100", num_gpus=4))
+
+
+def test_a_cluster_has_what_the_record_states_and_says_what_it_took_for_granted():
+    stated = Stated(
+        gpu="A100-SXM4-80GB", num_gpus=20, per_node=8, inter_gb_per_s=12.5, network="InfiniBand"
+    )
+    cluster = cluster_of(stated)
+    assert [m.num_devices for m in cluster.machines] == [8, 8, 4]
+    assert cluster.machines[0].inter.bandwidth_bytes_per_s == pytest.approx(0.9 * 12.5e9)
+    assert cluster.assumptions == ()
+    silent = cluster_of(Stated(gpu="A100-SXM4-80GB", num_gpus=2))
+    assert len(silent.assumptions) == 2
+
+
+def test_a_family_is_read_off_the_words_of_a_record():
+    assert parse_record(ENTRY).family.framework is Framework.TORCH
+    deep = parse_record(changed(notes="DeepSpeed pipeline engine"))
+    assert deep.family.framework is Framework.DEEPSPEED
+    flash = parse_record(changed(parallel={"kernel": "flash_attention2 + RMS kernel"})).family
+    assert not flash.explicit_attention
+    assert flash.fused == {"norm"}
+    plain = parse_record(changed(parallel={"kernel": "torch"})).family
+    assert plain.explicit_attention
+    assert not plain.fused
