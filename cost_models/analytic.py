@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from autopar.cluster.device import Device, DeviceKind
 from autopar.cluster.topology import Cluster, GroupLinks, Link
 from autopar.ir.graph import Arg, Meta
 from cost_models.collectives import Algorithm, collective_kind, collective_time_s
 from cost_models.compute import work_time_s
+from cost_models.constants import CONSTANTS, PriceConstants
 from cost_models.flops import work_of
-
-# Seconds that a collective costs beside its transfer: the host starts it, ranks wait for each
-# other. gloo's is part of its links' latency. [fitted on runs of small models]
-CALL_S: Mapping[DeviceKind, float] = MappingProxyType(
-    {DeviceKind.CUDA: 100e-6, DeviceKind.CPU: 0.0}
-)
 
 
 class AnalyticCostModel:
@@ -25,11 +19,18 @@ class AnalyticCostModel:
     Attributes:
         cluster: The cluster.
         device: The device that operators are priced on.
+        constants: What belongs to no device.
     """
 
-    def __init__(self, cluster: Cluster, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        device: Device | None = None,
+        constants: PriceConstants = CONSTANTS,
+    ) -> None:
         """Prices for ``cluster``; operators on its slowest device if ``device`` is left out."""
         self.cluster = cluster
+        self.constants = constants
         self.device = device or cluster.slowest_device(range(cluster.num_devices))
         self._links: dict[tuple[int, ...], tuple[GroupLinks, Link]] = {}
 
@@ -55,7 +56,8 @@ class AnalyticCostModel:
             link=link,
             algorithm=Algorithm.RING if is_cpu else Algorithm.BEST,
         )
-        return time_s + CALL_S[self.device.kind] if time_s else 0.0
+        # gloo's call is part of its links' latency
+        return time_s if is_cpu or not time_s else time_s + self.constants.collective_call_s
 
     def links(self, ranks: Sequence[int]) -> tuple[GroupLinks, Link]:
         """The links of a group by level, and the one that bounds a ring over it."""

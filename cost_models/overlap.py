@@ -10,13 +10,10 @@ have (Mist, EuroSys 2025).
 from __future__ import annotations
 
 from autopar.errors import ConfigError
-
-# Share that compute loses beside a collective of NCCL: 16 to 24 of a hundred-odd multiprocessors,
-# and memory bandwidth. [fitted on published runs with sharded parameters]
-SLOWDOWN = 0.25
+from cost_models.constants import CONSTANTS
 
 
-def overlapped_s(compute_s: float, comm_s: float, *, slowdown: float = SLOWDOWN) -> float:
+def overlapped_s(compute_s: float, comm_s: float, *, slowdown: float = CONSTANTS.slowdown) -> float:
     """Seconds of both, started together.
 
     Raises:

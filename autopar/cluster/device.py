@@ -99,6 +99,7 @@ class Device:
         launch_overhead_s: Seconds that each kernel costs whatever its size.
         host_operator_s: Seconds that the host needs to issue one operator of an eager training
             step, forward or backward; a step whose kernels are shorter waits for the host.
+        host_step_s: Seconds per training step of host work that nothing hides.
         curve: Share of the peaks that kernels reach.
         source: Where the figures come from.
     """
@@ -112,6 +113,7 @@ class Device:
     source: str
     reserved_bytes: int = 0
     host_operator_s: float = 0.0
+    host_step_s: float = 0.0
     curve: EfficiencyCurve = EfficiencyCurve()
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class Device:
         for name, value in numbers.items():
             if not value > 0:
                 raise ConfigError(f"device {self.name!r}: {name} is {value}, must be above 0")
-        for name in ("launch_overhead_s", "host_operator_s"):
+        for name in ("launch_overhead_s", "host_operator_s", "host_step_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"device {self.name!r}: {name} is {getattr(self, name)}, must be at least 0"

@@ -152,6 +152,7 @@ def _device_data(device: Device) -> dict[str, object]:
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
         "launch_overhead_s": device.launch_overhead_s,
         "host_operator_s": device.host_operator_s,
+        "host_step_s": device.host_step_s,
         "efficiency": asdict(device.curve),
         "source": device.source,
     }
@@ -160,7 +161,8 @@ def _device_data(device: Device) -> dict[str, object]:
 def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None]:
     known = {
         "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
-        "launch_overhead_s", "host_operator_s", "efficiency", "source",
+        "launch_overhead_s", "host_operator_s", "host_step_s", "efficiency",
+        "source",
     }  # fmt: skip
     entry = _Entry(where, value, known)
     base: Preset | None = None
@@ -191,6 +193,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
                 "launch_overhead_s", old.launch_overhead_s if old else None
             ),
             host_operator_s=entry.number("host_operator_s", old.host_operator_s if old else 0.0),
+            host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
             curve=curve,
             source=entry.text("source", f"given in {where}"),
         )

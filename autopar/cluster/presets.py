@@ -6,11 +6,15 @@ class and fitted to no single source. A user overrides any of them with a cluste
 
 Link bandwidths are what collectives reach, so data-sheet figures are multiplied by an efficiency:
 
-* NVLink 0.75 ``[general]``: between 0.65, in Calculon's A100 system description, and about 0.8
-  that nccl-tests reach on NVSwitch machines without in-network reduction.
-* InfiniBand and RDMA 0.9 ``[published]``: Calculon's system description.
-* Plain Ethernet and EFA shares 0.8 ``[general]``.
-* PCIe without peer-to-peer 0.3 ``[general]``, except where a measurement is given.
+* NVLink 0.85 ``[fitted]``: nccl-tests reach about 0.8 on NVSwitch machines without in-network
+  reduction, Calculon's A100 system description has 0.65.
+* InfiniBand and RDMA 0.66 ``[fitted]``: 0.9 in Calculon's system description, which is for large
+  messages and one group at a time.
+* Plain Ethernet and EFA shares 0.33 ``[fitted]``: TCP without zero-copy.
+* PCIe without peer-to-peer: a tenth to a fifth of the sheet's rate ``[fitted]``.
+
+``[fitted]``: on published training runs by ``tests/bench/fit_constants.py``. A figure that no run
+of a GPU type bears on is ``[general]``.
 """
 
 from __future__ import annotations
@@ -23,17 +27,16 @@ from autopar.cluster.device import Device, DeviceKind, EfficiencyCurve, rates
 from autopar.cluster.topology import Link, LinkKind, Machine
 from autopar.units import GB, GIB, MICRO_S, TERA
 
-NVLINK_EFFICIENCY = 0.75  # [general]
-RDMA_EFFICIENCY = 0.9  # [published] Calculon, system description of A100 with HDR
-ETHERNET_EFFICIENCY = 0.8  # [general]
-PCIE_EFFICIENCY = 0.3  # [general] staged through host memory, both directions at once
+NVLINK_EFFICIENCY = 0.85  # [fitted]
+RDMA_EFFICIENCY = 0.66  # [fitted]
+ETHERNET_EFFICIENCY = 0.33  # [fitted]
 
 # [general] A context takes 0.5 GiB, NCCL and cuBLAS workspaces about as much.
 CONTEXT_BYTES = 1 * GIB
 # [general] Share that the caching allocator loses to fragmentation.
 FRAGMENTATION_FRACTION = 0.04
 
-KERNEL_OVERHEAD_S = 4.0 * MICRO_S  # [general] gap between two short kernels of an eager program
+KERNEL_OVERHEAD_S = 1.5 * MICRO_S  # [general] gap between two kernels whose launches are queued
 # CPU figures: medians on one core of a 2.6 GHz AMD EPYC (Zen 4) with torch 2.13, one thread.
 CPU_SOURCE = "default CPU figures [measured on one core of an AMD EPYC 9004, torch 2.13, gloo]"
 
@@ -61,6 +64,14 @@ class Preset:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """Microseconds per eager operator and milliseconds per step."""
+
+    operator_us: float
+    step_ms: float
+
+
 def _gpu(
     name: str,
     peaks: Mapping[str, float],
@@ -68,7 +79,7 @@ def _gpu(
     memory_gib: float,
     bandwidth_gb_per_s: float,
     curve: EfficiencyCurve,
-    host_us: float,
+    host: _Host,
     source: str,
 ) -> Device:
     memory_bytes = int(memory_gib * GIB)
@@ -80,7 +91,8 @@ def _gpu(
         reserved_bytes=CONTEXT_BYTES + int(FRAGMENTATION_FRACTION * memory_bytes),
         memory_bandwidth_bytes_per_s=bandwidth_gb_per_s * GB,
         launch_overhead_s=KERNEL_OVERHEAD_S,
-        host_operator_s=host_us * MICRO_S,
+        host_operator_s=host.operator_us * MICRO_S,
+        host_step_s=host.step_ms * 1e-3,
         curve=curve,
         source=source,
     )
@@ -89,9 +101,9 @@ def _gpu(
 def _nvlink(gb_per_s: float, source: str) -> Link:
     return Link(
         kind=LinkKind.NVLINK,
-        latency_s=3.0 * MICRO_S,  # [general] one step of an NCCL ring
+        latency_s=1.5 * MICRO_S,  # [general] one step of an NCCL ring
         bandwidth_bytes_per_s=NVLINK_EFFICIENCY * gb_per_s * GB,
-        source=f"{source}, x {NVLINK_EFFICIENCY} [general]",
+        source=f"{source}, x {NVLINK_EFFICIENCY} [fitted]",
     )
 
 
@@ -100,7 +112,7 @@ def _infiniband(gb_per_s: float, source: str) -> Link:
         kind=LinkKind.INFINIBAND,
         latency_s=8.0 * MICRO_S,  # [general] one step between machines
         bandwidth_bytes_per_s=RDMA_EFFICIENCY * gb_per_s * GB,
-        source=f"{source}, x {RDMA_EFFICIENCY} [published: Calculon]",
+        source=f"{source}, x {RDMA_EFFICIENCY} [fitted]",
     )
 
 
@@ -109,7 +121,7 @@ def _ethernet(gb_per_s: float, source: str) -> Link:
         kind=LinkKind.ETHERNET,
         latency_s=25.0 * MICRO_S,  # [general] TCP or EFA
         bandwidth_bytes_per_s=ETHERNET_EFFICIENCY * gb_per_s * GB,
-        source=f"{source}, x {ETHERNET_EFFICIENCY} [general]",
+        source=f"{source}, x {ETHERNET_EFFICIENCY} [fitted]",
     )
 
 
@@ -130,23 +142,33 @@ _TENSOR_CORES = EfficiencyCurve(half_k=16.0, wave_share=0.1, alignment=8)  # [fi
 _A100_CURVE = replace(
     _TENSOR_CORES,
     num_units=108,
-    matmul_fraction=0.80,  # [fitted]
-    attention_fraction=0.50,  # [fitted]
-    attention_backward_fraction=0.35,  # [fitted]
-    memory_fraction=0.70,  # [fitted]
+    matmul_fraction=0.77,  # [fitted]
+    attention_fraction=0.55,  # [fitted]
+    attention_backward_fraction=0.32,  # [fitted]
+    memory_fraction=0.73,  # [fitted]
 )
 _HOPPER_CURVE = replace(
     _TENSOR_CORES,
     num_units=132,
-    matmul_fraction=0.73,  # [fitted]
-    attention_fraction=0.40,  # [fitted]
-    attention_backward_fraction=0.30,  # [fitted]
-    memory_fraction=0.85,  # [fitted]
+    matmul_fraction=0.735,  # [fitted]
+    attention_fraction=0.35,  # [fitted]
+    attention_backward_fraction=0.21,  # [fitted]
+    memory_fraction=0.95,  # [fitted]
 )
 # The same chip with a power limit of 500 W and slower memory.
-_HOPPER_500W_CURVE = replace(_HOPPER_CURVE, matmul_fraction=0.60, memory_fraction=0.70)  # [fitted]
-_A100_HOST_US = 20.0  # [fitted] on runs of small models
-_HOPPER_HOST_US = 15.0  # [fitted]
+_HOPPER_500W_CURVE = replace(
+    _HOPPER_CURVE,
+    matmul_fraction=0.64,  # [fitted]
+    attention_fraction=0.26,  # [fitted]
+    attention_backward_fraction=0.155,  # [fitted]
+    memory_fraction=0.93,  # [fitted]
+)
+_A100_HOST = _Host(operator_us=48.7, step_ms=22)  # [fitted] on runs of small models
+_HOPPER_HOST = _Host(operator_us=15, step_ms=8)  # [general], [fitted]
+_V100_HOST = _Host(operator_us=15, step_ms=1)  # [general]
+_L4_HOST = _Host(operator_us=20, step_ms=50)  # [general]
+_A10G_HOST = _Host(operator_us=20, step_ms=50)  # [general]
+_T4_HOST = _Host(operator_us=20, step_ms=144)  # [general], [fitted]
 
 _A100_PEAKS = {
     "float64": 9.7, "float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
@@ -172,12 +194,12 @@ def _v100(name: str, memory_gib: float) -> Preset:
             curve=replace(
                 _TENSOR_CORES,
                 num_units=80,
-                matmul_fraction=0.60,  # [fitted]
-                attention_fraction=0.3,
-                attention_backward_fraction=0.25,
-                memory_fraction=0.85,
+                matmul_fraction=0.63,  # [fitted]
+                attention_fraction=0.3,  # [general]
+                attention_backward_fraction=0.2,  # [general]
+                memory_fraction=0.79,  # [fitted]
             ),
-            host_us=_A100_HOST_US,
+            host=_V100_HOST,
             source="NVIDIA V100 SXM2 [data sheet]; no bfloat16, it runs at the rate of float32",
         ),
         machine_size=8,
@@ -194,7 +216,7 @@ def _a100(name: str, memory_gib: float, bandwidth_gb_per_s: float) -> Preset:
             memory_gib=memory_gib,
             bandwidth_gb_per_s=bandwidth_gb_per_s,
             curve=_A100_CURVE,
-            host_us=_A100_HOST_US,
+            host=_A100_HOST,
             source="NVIDIA A100 SXM4 [data sheet]",
         ),
         machine_size=8,
@@ -217,7 +239,7 @@ def _hopper(
             memory_gib=memory_gib,
             bandwidth_gb_per_s=bandwidth_gb_per_s,
             curve=curve,
-            host_us=_HOPPER_HOST_US,
+            host=_HOPPER_HOST,
             source=source,
         ),
         machine_size=8,
@@ -293,7 +315,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     attention_fraction=0.4,
                     attention_backward_fraction=0.3,
                 ),
-                host_us=_A100_HOST_US,
+                host=_L4_HOST,
                 source="NVIDIA L4 [data sheet], dense = half of the printed sparse rates",
             ),
             machine_size=8,
@@ -309,20 +331,17 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 curve=replace(
                     _TENSOR_CORES,
                     num_units=80,
-                    matmul_fraction=0.86,
+                    matmul_fraction=0.79,  # [fitted]
                     attention_fraction=0.45,
-                    attention_backward_fraction=0.35,
-                    memory_fraction=0.85,
+                    attention_backward_fraction=0.3,
+                    memory_fraction=0.9,  # [fitted]
                 ),
-                host_us=_A100_HOST_US,
+                host=_A10G_HOST,
                 source="NVIDIA A10G [data sheet]; 70 TFLOP/s dense half precision as listed by "
                 "llm-analysis, while the A10 (no G) has 125",
             ),
             machine_size=8,
-            intra=_pcie(
-                PCIE_EFFICIENCY * 31.5,
-                f"PCIe4 x16 31.5 GB/s [data sheet], x {PCIE_EFFICIENCY} [general]",
-            ),
+            intra=_pcie(2.6, "PCIe4 x16, 31.5 GB/s [data sheet]; 2.6 GB/s among A10Gs [fitted]"),
             inter=_ethernet(1.56, "100 Gb/s shared by 8 GPUs, as in AWS g5.48xlarge [published]"),
         ),
         "t4": Preset(
@@ -334,19 +353,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 curve=replace(
                     _TENSOR_CORES,
                     num_units=40,
-                    matmul_fraction=0.30,
+                    matmul_fraction=0.34,  # [fitted]
                     attention_fraction=0.25,
                     attention_backward_fraction=0.2,
-                    memory_fraction=0.6,
+                    memory_fraction=0.62,  # [fitted]
                 ),
-                host_us=_A100_HOST_US,
+                host=_T4_HOST,
                 source="NVIDIA T4 [data sheet]; no bfloat16, it runs at the rate of float32",
             ),
             machine_size=4,
-            intra=_pcie(
-                PCIE_EFFICIENCY * 15.75,
-                f"PCIe3 x16 15.75 GB/s [data sheet], x {PCIE_EFFICIENCY} [general]",
-            ),
+            intra=_pcie(3.0, "PCIe3 x16, 15.75 GB/s [data sheet]; 3.0 GB/s among T4s [fitted]"),
             inter=_ethernet(1.56, "50 Gb/s shared by 4 GPUs, as in AWS g4dn.12xlarge [published]"),
         ),
         "cpu": _CPU,

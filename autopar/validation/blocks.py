@@ -58,6 +58,7 @@ class PieceKey:
     tp: int = 1
     sequence_parallel: bool = False
     fused: frozenset[str] = frozenset()
+    split_loss: bool = True
     recompute: str = "none"  # "none", "selective", "per-op"; whole layers are made of both passes
 
 
@@ -102,11 +103,12 @@ def piece_of(key: PieceKey) -> Piece:
     """
     graph = captured_graph(key.part, key.shape)
     signatures = signatures_of(graph)
-    choices = (
-        {"tp": megatron_choices(graph, signatures, key.tp, sequence_parallel=key.sequence_parallel)}
-        if key.tp > 1
-        else {}
-    )
+    choices: dict[str, dict[str, Choice]] = {}
+    if key.tp > 1:
+        choices["tp"] = megatron_choices(
+            graph, signatures, key.tp,
+            sequence_parallel=key.sequence_parallel, split_loss=key.split_loss,
+        )  # fmt: skip
     decisions = Decisions(axis_sizes=(1, 1, key.tp), choices=choices, recompute=_remade(graph, key))
     programs = localize(graph, decisions, signatures)
     stage = programs.stages[0]

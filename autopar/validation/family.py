@@ -18,7 +18,7 @@ class Framework(StrEnum):
 
     MEGATRON = "megatron"
     NANOTRON = "nanotron"
-    TORCH = "torch"  # 3-D parallel, nothing more is said
+    TORCH = "torch"  # 3-D parallel code that is not Megatron's
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"
     XLA = "xla"
@@ -37,6 +37,7 @@ class KernelFamily:
         framework: Who runs the step.
         overlaps_data_reduction: Gradients are reduced while backward still runs.
         prefetches_weights: Weights of the next layer are gathered while this one computes.
+        splits_loss: The loss is computed on parts of the vocabulary, else on gathered scores.
         scatters_messages: Pipeline messages are cut over tp and gathered again on arrival.
         dropout: Probability of dropping, 0.0 for none.
     """
@@ -47,6 +48,7 @@ class KernelFamily:
     framework: Framework
     overlaps_data_reduction: bool
     prefetches_weights: bool
+    splits_loss: bool
     scatters_messages: bool
     dropout: float
     float8: Float8 | None = None
@@ -79,6 +81,10 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
     """The family of a record.
 
     Rules, first match wins: the words of ``parallel.kernel``; then the framework's usual kernels.
+
+    Sharded weights are gathered ahead by FSDP and by DeepSpeed. Gradients are reduced beside
+    backward where every micro-batch reduces them, and by torch's bucketed reducer, which nanotron
+    uses without ZeRO; Megatron and DeepSpeed's pipeline engine reduce after the schedule.
     """
     words = _words(entry)
     parallel = entry.get("parallel")
@@ -87,16 +93,19 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
     zero = parallel.get("zero_stage") if isinstance(parallel, Mapping) else None
     model = entry.get("model")
     is_gpt = isinstance(model, Mapping) and model.get("arch") == "gpt"
-    framework = _framework(words, zero)
+    framework = _framework(words, zero, is_gpt=is_gpt)
     is_lean = "mpt-" in words or not is_gpt
     return KernelFamily(
         attention=_attention(kernel, words, framework, is_lean=is_lean),
         fused=_fused(kernel, words, framework),
         compiled=compiled or framework is Framework.XLA,
         framework=framework,
-        overlaps_data_reduction=framework in (Framework.FSDP, Framework.DEEPSPEED),
-        prefetches_weights=framework is Framework.FSDP,
+        overlaps_data_reduction=framework is Framework.FSDP
+        or (framework is Framework.DEEPSPEED and zero == 3)
+        or ("nanotron" in words and zero == 0),
+        prefetches_weights=framework in (Framework.FSDP, Framework.DEEPSPEED),
         float8=_float8(parallel),
+        splits_loss=framework is not Framework.TORCH,
         scatters_messages="scatter/gather" in words,
         # GPT recipes of Megatron drop a tenth; MPT and Llama models, and XLA benchmarks, nothing
         dropout=0.1 if framework in _GPT_RECIPES and not is_lean else 0.0,
@@ -112,7 +121,7 @@ def _words(entry: Mapping[str, object]) -> str:
     return " ".join(parts).lower()
 
 
-def _framework(words: str, zero: object) -> Framework:
+def _framework(words: str, zero: object, *, is_gpt: bool) -> Framework:
     if "parax" in words or "xla" in words:
         return Framework.XLA
     if "fsdp" in words or "torchtitan" in words or "llm-foundry" in words:
@@ -121,7 +130,7 @@ def _framework(words: str, zero: object) -> Framework:
         return Framework.DEEPSPEED
     if "nanotron" in words:
         return Framework.NANOTRON
-    if "megatron" in words:
+    if "megatron" in words or is_gpt:  # where tensor parallelism of GPT comes from
         return Framework.MEGATRON
     return Framework.TORCH
 

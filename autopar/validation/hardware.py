@@ -17,7 +17,7 @@ from autopar.validation.errors import SkipRecord
 # First words of a GPU's name -> presets by memory in GB; "" for any.
 GPUS: Mapping[str, Mapping[int, str]] = {
     "A100": {40: "a100-40gb", 80: "a100-80gb"},
-    "H100": {80: "h100-sxm", 96: "h100-sxm"},
+    "H100": {80: "h100-sxm", 96: "h100-96gb"},
     "H800": {80: "h100-sxm"},
     "H200": {141: "h200"},
     "V100": {16: "v100-16gb", 32: "v100-32gb"},
@@ -80,7 +80,7 @@ def cluster_of(stated: Stated) -> Cluster:
 
 # Data-sheet GB/s per direction behind the presets' links, to scale a record's own figure.
 _NVLINK_GB: Mapping[str, float] = {
-    "a100-40gb": 300, "a100-80gb": 300, "h100-sxm": 450, "h200": 450,
+    "a100-40gb": 300, "a100-80gb": 300, "h100-sxm": 450, "h100-96gb": 450, "h200": 450,
     "v100-16gb": 150, "v100-32gb": 150,
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from autopar.sharding.signature import (
 COLUMNS = ("query_key_value", "query", "key", "value", "gate", "up", "head", "embedding")
 ROWS = ("out", "down")
 STREAM = "x"
+LOSS = "loss"
 _SEQUENCE = Shard(0)
 
 
@@ -34,6 +35,7 @@ def megatron_choices(
     tp: int,
     *,
     sequence_parallel: bool,
+    split_loss: bool = True,
 ) -> dict[str, Choice]:
     """Strategy of every operator and placement of every parameter over ``tp`` ranks.
 
@@ -42,11 +44,14 @@ def megatron_choices(
         signatures: Its named dims.
         tp: Ranks.
         sequence_parallel: Whether the residual stream is cut along the sequence (dim 0).
+        split_loss: Whether the loss sees parts of the vocabulary, else gathered scores.
 
     Raises:
         ConfigError: A weight can't be cut into so many parts.
     """
-    return _Placer(graph, signatures, tp, sequence_parallel=sequence_parallel).run()
+    placer = _Placer(graph, signatures, tp, sequence_parallel=sequence_parallel)
+    placer.whole_scope = "" if split_loss else LOSS
+    return placer.run()
 
 
 class _Placer:
@@ -65,6 +70,7 @@ class _Placer:
         self.in_stream: set[str] = set()  # values that are cut along the sequence
         self.metas = graph.metas()
         self.nodes = graph.node_map()
+        self.whole_scope = ""  # module whose operators run whole on every rank
         self.gradient_of = _gradient_tails(graph)
 
     def run(self) -> dict[str, Choice]:
@@ -112,7 +118,10 @@ class _Placer:
         signature = self.signatures.get(node.name)
         best: AxisStrategy | None = None
         wanted, is_inner = self._wanted_operands(node)
-        if signature is not None:
+        is_whole = bool(self.whole_scope) and node.scope.split(".")[-1] == self.whole_scope
+        if signature is not None and is_whole:
+            best, is_inner = replicated_strategy(signature), False
+        elif signature is not None:
             target = self._wanted_result(node)
             is_inner |= target is not None and target != self.stream
             if target is None and all(w == R for w in wanted):

@@ -83,10 +83,10 @@ def predict_time(works: RecordWorks, pricing: Pricing = cluster_prices) -> StepT
         ends_of = (works.ranks_of(0, "tp")[0], works.ranks_of(works.pp - 1, "tp")[0])
         tied_s = prices.collective_s(works.tied, ends_of)
     worst = max(range(works.pp), key=lambda r: sum(ends[r]))
-    total_s = pipeline_s + sum(ends[worst]) + tied_s
+    total_s = pipeline_s + sum(ends[worst]) + tied_s + prices.step_s()
     return StepTime(
         total_s=total_s,
-        parts_s=_parts(works, forwards, backwards, total_s, ends, tied_s),
+        parts_s=_parts(works, forwards, backwards, total_s, ends, tied_s, prices.step_s()),
         forward_s=forward_s,
         backward_s=backward_s,
     )
@@ -99,6 +99,7 @@ def _parts(
     total_s: float,
     ends: Sequence[tuple[float, float]],
     tied_s: float,
+    step_s: float,
 ) -> dict[str, float]:
     def busy_s(rank: int) -> float:
         chunks = range(rank, len(works.stages), works.pp)
@@ -113,6 +114,7 @@ def _parts(
     }
     hidden = count * busy_s(rank) - sum(found.values())
     found["data"] = max(0.0, hidden) + ends[rank][0] + tied_s
+    found["host"] += step_s
     found["optimizer"] = ends[rank][1]
     found["bubble"] = total_s - sum(found.values())
     return found

@@ -213,9 +213,13 @@ def block_shape(record: Record, dp_of_stage: int) -> BlockShape:
     )  # fmt: skip
 
 
-def fused_of(family: KernelFamily) -> frozenset[str]:
-    """What the family's kernels fuse, as :class:`~autopar.validation.chains.Chains` takes it."""
-    return frozenset({EVERYTHING}) if family.compiled else family.fused
+def fused_of(family: KernelFamily, part: Part = Part.BLOCK) -> frozenset[str]:
+    """What the family's kernels fuse, as :class:`~autopar.validation.chains.Chains` takes it.
+
+    XLA compiles the whole step; torch programs are compiled block by block, as their recipes do.
+    """
+    is_whole = family.framework is Framework.XLA or part is Part.BLOCK
+    return frozenset({EVERYTHING}) if family.compiled and is_whole else family.fused
 
 
 def _stages(record: Record) -> Iterable[StageWorks]:
@@ -247,7 +251,8 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
         key = PieceKey(
             part=part, shape=own, tp=layout.tp[rank],
             sequence_parallel=layout.sequence_parallel and layout.tp[rank] > 1,
-            fused=fused_of(record.family),
+            fused=fused_of(record.family, part),
+            split_loss=record.family.splits_loss or part is not Part.HEAD,
             recompute=recompute if part is Part.BLOCK else "none",
         )  # fmt: skip
         found[part] = _in_precision(piece_of(key), layout, part)

@@ -20,15 +20,15 @@ from cost_models.compute import (
     matmul_efficiency,
     work_time_s,
 )
+from cost_models.constants import CONSTANTS, PriceConstants
 from cost_models.flops import OpClass, Work
-from cost_models.host import HOST_SHARE, issued_s, with_host_s
+from cost_models.host import issued_s, with_host_s
 from cost_models.kernels import (
-    ATTENTION_SHARE,
-    ROWWISE_SHARE,
     AttentionKernel,
     Backend,
     Float8,
     Kernels,
+    attention_share,
     kernel_works,
 )
 from cost_models.overlap import overlapped_s
@@ -156,7 +156,10 @@ def test_a_slower_attention_kernel_takes_its_share_of_the_rate():
     # 6e12 FLOP at half of 1e14 per second
     assert times[AttentionKernel.FLASH_2] == pytest.approx(0.12)
     for kernel, time_s in times.items():
-        assert time_s == pytest.approx(0.12 / ATTENTION_SHARE[kernel])
+        assert time_s == pytest.approx(0.12 / attention_share(kernel))
+    halved = PriceConstants(flash_1_share=0.5)
+    (slow,) = kernel_works(work, Kernels(attention=AttentionKernel.FLASH_1), halved)
+    assert work_time_s(slow, DEVICE) == pytest.approx(0.24)
 
 
 def test_an_eight_bit_matmul_is_two_casts_and_a_matmul_at_the_other_rate():
@@ -167,20 +170,36 @@ def test_an_eight_bit_matmul_is_two_casts_and_a_matmul_at_the_other_rate():
     assert cast.moved_bytes == 5 * 2 * 25600**2
     assert work_time_s(product, DEVICE) == pytest.approx(work_time_s(work, DEVICE) / 2)
     _, rows = kernel_works(work, replace(compiled, float8=Float8.ROWWISE))
-    assert work_time_s(rows, DEVICE) == pytest.approx(work_time_s(product, DEVICE) / ROWWISE_SHARE)
+    assert work_time_s(rows, DEVICE) == pytest.approx(
+        work_time_s(product, DEVICE) / CONSTANTS.rowwise_share
+    )
     # scores of attention stay as they are
     scores = matmul(128, 128, 64, batch=8)
     assert kernel_works(scores, compiled) == (scores,)
 
 
 def test_a_step_of_short_kernels_takes_as_long_as_the_host():
+    # 300 operators of 10 us
     assert issued_s(300, DEVICE) == pytest.approx(3e-3)
     assert with_host_s(1e-3, 300, DEVICE) == pytest.approx(3e-3)
-    assert with_host_s(5e-3, 300, DEVICE) == pytest.approx(5e-3)
-    compiled = with_host_s(0.0, 300, DEVICE, Backend.COMPILED)
-    assert compiled == pytest.approx(3e-3 * HOST_SHARE[Backend.COMPILED])
+    assert with_host_s(5e-3, 300, DEVICE) == 5e-3
+    constants = PriceConstants(compiled_host_share=0.5)
+    assert with_host_s(0.0, 300, DEVICE, Backend.COMPILED, constants) == pytest.approx(1.5e-3)
     with pytest.raises(ConfigError, match="num_operators is -1"):
         issued_s(-1, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"slowdown": 1.5}, r"slowdown is 1\.5, must be in \[0, 1\]"),
+        ({"flash_1_share": 0.0}, r"flash_1_share is 0\.0, must be in \(0, 1\]"),
+        ({"collective_call_s": -1.0}, r"collective_call_s is -1\.0, must be at least 0"),
+    ],
+)
+def test_impossible_constants_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        PriceConstants(**wrong)
 
 
 def test_overlap_by_hand():

@@ -112,6 +112,17 @@ def test_the_split_head_reduces_rows_of_scores_and_never_the_vocabulary():
     assert sorted(sizes)[-2] <= 4 * S * B
 
 
+def test_a_loss_on_gathered_scores_gathers_them_once_and_holds_all_of_them():
+    whole, split = (
+        piece_of(PieceKey(part=Part.HEAD, shape=GPT, tp=4, split_loss=f)) for f in (False, True)
+    )
+    sizes = [i.payload_bytes for i, _ in whole.forward if isinstance(i, Collective)]
+    assert sizes == [2 * S * B * GPT.vocab]
+    assert flops(whole.forward) == flops(split.forward)
+    scores = 4 * S * B * GPT.vocab
+    assert whole.saved_bytes - split.saved_bytes == pytest.approx(scores * 3 / 4, rel=0.01)
+
+
 def test_fused_kernels_move_and_keep_less():
     plain, fused, compiled = (
         piece_of(PieceKey(part=Part.BLOCK, shape=LLAMA, fused=f))

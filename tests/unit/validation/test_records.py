@@ -174,7 +174,9 @@ def test_a_cluster_has_what_the_record_states_and_says_what_it_took_for_granted(
 
 
 def test_a_family_is_read_off_the_words_of_a_record():
-    assert parse_record(ENTRY).family.framework is Framework.TORCH
+    assert parse_record(ENTRY).family.framework is Framework.MEGATRON
+    llama = {"arch": "llama", "ffn": 512, "vocab": 1000}
+    assert parse_record(changed(model=llama)).family.framework is Framework.TORCH
     deep = parse_record(changed(notes="DeepSpeed pipeline engine"))
     assert deep.family.framework is Framework.DEEPSPEED
     flash = parse_record(changed(parallel={"kernel": "flash_attention2 + RMS kernel"})).family
