@@ -102,7 +102,7 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
         framework=framework,
         overlaps_data_reduction=framework is Framework.FSDP
         or (framework is Framework.DEEPSPEED and zero == 3)
-        or ("nanotron" in words and zero == 0),
+        or (framework is Framework.NANOTRON and zero == 0),
         prefetches_weights=framework in (Framework.FSDP, Framework.DEEPSPEED),
         float8=_float8(parallel),
         splits_loss=framework is not Framework.TORCH,

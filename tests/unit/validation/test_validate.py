@@ -36,6 +36,9 @@ class FlatPrices:
     def beside_s(self, compute_s, comm_s):
         return max(compute_s, comm_s)
 
+    def step_s(self):
+        return 0.5
+
 
 def flat(_works):
     return FlatPrices()
