@@ -23,6 +23,8 @@ from autopar.errors import AutoparError, ConfigError
 from autopar.plan.io import Json, json_record, load_plan, plan_hash, save_plan
 from autopar.report.text import LEAST_WIDTH, print_plan
 from autopar.units import parse_bytes
+from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
+from cost_models.trace import trace_events, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--width", type=_width, metavar="N", help="columns of the text; those of the terminal"
     )
+    report.add_argument(
+        "--trace", metavar="FILE", help="write the simulated step for ui.perfetto.dev"
+    )
     report.set_defaults(run=_report)
 
     profile = commands.add_parser(
@@ -153,6 +158,14 @@ def _decisions(args: argparse.Namespace) -> ConstraintOptions:
 
 def _report(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
+    if args.trace:
+        simulation = simulate_plan(plan)
+        events = trace_events(
+            simulation,
+            plan_memory(plan, simulation),
+            rank_words=lambda rank: f"pipeline rank {rank}, {device_words(plan, rank)}",
+        )
+        write_trace(args.trace, events)
     _show(plan, as_json=args.json, width=args.width)
     return 0
 

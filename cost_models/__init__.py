@@ -4,6 +4,7 @@
 * :mod:`cost_models.analytic`: the model that answers it from a cluster's figures.
 * :mod:`cost_models.memory`, :mod:`cost_models.evaluate`, :mod:`cost_models.pipeline`,
   :mod:`cost_models.simulate`: bytes, whole programs, closed forms, the event simulator.
+* :mod:`cost_models.memory_timeline`, :mod:`cost_models.trace`: what follows from a simulated step.
 * :mod:`cost_models.profile`, :mod:`cost_models.measure`, :mod:`cost_models.local`: what this
   machine really does.
 """

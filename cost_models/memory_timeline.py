@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from autopar.errors import ConfigError
 from autopar.ir.graph import Graph, InputKind, Node
@@ -73,6 +74,15 @@ class ProgramMemory:
         if total <= 0:
             weights, total = (1.0,) * len(self.timeline), float(len(self.timeline))
         return [0.0, *(done / total for done in accumulate(weights))][: len(self.timeline)]
+
+    def moments(self, *, every_operator: bool) -> list[tuple[int, float]]:
+        """Operators to tell of and where they begin: all, or the first, most, next and last."""
+        starts = self.shares()
+        if every_operator:
+            return list(enumerate(starts))
+        last = len(starts) - 1
+        peak = max(range(len(starts)), key=self.timeline.__getitem__)
+        return [(at, starts[at]) for at in sorted({0, peak, min(peak + 1, last), last})]
 
     def operator_words(self, position: int) -> str:
         """Such as ``"aten.mm of layers.5.mlp"``; "" if operators have no names."""
@@ -153,25 +163,43 @@ class StageMemory:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """What is alive from a moment on.
 
     Attributes:
         second: The moment.
         parts: Bytes by part; ``transient_bytes`` is below 0 where a backward has freed more than
             it made, and counts gradients that wait for their reduction.
-        where: What the device does then, in words; "" between actions.
+        action: What the device does then; None between actions.
+        program: Its program, if the point is inside it.
+        operator: Position of the operator in the program.
     """
 
     second: float
     parts: MemoryParts
-    where: str = ""
+    action: Action | None = None
+    program: ProgramMemory | None = None
+    operator: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
         return self.parts.total_bytes
+
+    @property
+    def where(self) -> str:
+        """What the device does then, in words; "" between actions.
+
+        Such as ``"stage 0, backward of micro-batch 3, at aten.mm of layers.5.mlp"``.
+        """
+        if self.action is None:
+            return ""
+        what = _WORDS.get(self.action.kind, self.action.kind.value)
+        text = f"stage {self.action.stage}, {what}"
+        if self.action.microbatch is not None:
+            text += f" of micro-batch {self.action.microbatch}"
+        words = self.program.operator_words(self.operator) if self.program is not None else ""
+        return f"{text}, at {words}" if words else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +319,7 @@ class _Device:
         self.with_grads = {s for s in own if stages[s].has_lasting_grads}
         self.gathered: set[int] = set()
         self.unreduced: set[tuple[int, int | None]] = set()
+        self.moments: dict[int, list[tuple[int, float]]] = {}
 
     def points(self, spans: Sequence[Span]) -> tuple[MemoryPoint, ...]:
         """The step function."""
@@ -305,14 +334,15 @@ class _Device:
             change = self._end(run.action) if is_end else self._begin(run.action)
             for part, size in change:
                 state[part] += size
-            parts = replace(
-                self.lasting,
+            parts = MemoryParts(
                 params_bytes=self.lasting.params_bytes + state["params"],
                 grads_bytes=self.lasting.grads_bytes + state["grads"],
+                optimizer_bytes=self.lasting.optimizer_bytes,
                 activations_bytes=state["saved"],
                 transient_bytes=state["waiting"],
+                buffers_bytes=self.lasting.buffers_bytes,
             )
-            found.append(MemoryPoint(second, parts, "" if is_end else _words(run.action)))
+            found.append(MemoryPoint(second, parts, None if is_end else run.action))
             if not is_end:
                 found += self._inside(run, parts)
         return tuple(found)
@@ -355,25 +385,16 @@ class _Device:
         program = self.stages[run.action.stage].programs.get(run.action.kind)
         if program is None or not program.timeline:
             return
-        starts = program.shares()
-        if self.every_operator:
-            chosen: Sequence[int] = range(len(starts))
-        else:
-            peak = max(range(len(starts)), key=program.timeline.__getitem__)
-            chosen = sorted({0, peak, min(peak + 1, len(starts) - 1), len(starts) - 1})
-        for position in chosen:
-            size = parts.transient_bytes + program.timeline[position]
-            where = _words(run.action)
-            operator = program.operator_words(position)
-            yield MemoryPoint(
-                run.start_s + starts[position] * (run.end_s - run.start_s),
-                replace(parts, transient_bytes=size),
-                f"{where}, at {operator}" if operator else where,
+        if id(program) not in self.moments:
+            self.moments[id(program)] = program.moments(every_operator=self.every_operator)
+        for position, share in self.moments[id(program)]:
+            now = MemoryParts(
+                params_bytes=parts.params_bytes,
+                grads_bytes=parts.grads_bytes,
+                optimizer_bytes=parts.optimizer_bytes,
+                activations_bytes=parts.activations_bytes,
+                transient_bytes=parts.transient_bytes + program.timeline[position],
+                buffers_bytes=parts.buffers_bytes,
             )
-
-
-def _words(action: Action) -> str:
-    """Such as ``"stage 0, backward of micro-batch 3"``."""
-    what = _WORDS.get(action.kind, action.kind.value)
-    of = "" if action.microbatch is None else f" of micro-batch {action.microbatch}"
-    return f"stage {action.stage}, {what}{of}"
+            second = run.start_s + share * (run.end_s - run.start_s)
+            yield MemoryPoint(second, now, run.action, program, position)

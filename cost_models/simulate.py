@@ -50,6 +50,8 @@ class StageSeconds:
         weight_s: The part of ``backward_s`` that makes the weights' gradients; the two halves take
             ``backward_s - weight_s`` and ``weight_s`` where a schedule runs them apart.
         segments: What an action of a kind does on which lane; in the place of the seconds.
+        segments_at: The same for one micro-batch, in the place of ``segments``: gradients that are
+            reduced once per step go beside the backward of the last one.
     """
 
     forward_s: float = 0.0
@@ -57,6 +59,7 @@ class StageSeconds:
     once_s: Mapping[ActionKind, float] = field(default_factory=dict)
     weight_s: float = 0.0
     segments: Mapping[ActionKind, Sequence[Segment]] = field(default_factory=dict)
+    segments_at: Mapping[tuple[ActionKind, int], Sequence[Segment]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight_s <= self.backward_s:
@@ -79,8 +82,10 @@ class StageSeconds:
             return self.weight_s
         return self.once_s.get(kind, 0.0)
 
-    def parts(self, kind: ActionKind) -> tuple[Segment, ...]:
+    def parts(self, kind: ActionKind, microbatch: int | None = None) -> tuple[Segment, ...]:
         """What one action does, in order."""
+        if microbatch is not None and self.segments_at.get((kind, microbatch)):
+            return tuple(self.segments_at[kind, microbatch])
         if self.segments.get(kind):
             return tuple(self.segments[kind])
         return (Segment(lane=Lane.COMPUTE, seconds=self.of(kind)),)
@@ -159,7 +164,7 @@ class _Simulator:
         self.ranks = [_Rank(rank, row) for rank, row in enumerate(lists)]
         self.ready = deque(self.ranks)
         self.rank_of = {a.stage: rank for rank, row in enumerate(lists) for a in row}
-        self.parts: dict[tuple[int, ActionKind], tuple[Segment, ...]] = {}
+        self.parts: dict[tuple[int, ActionKind, int | None], tuple[Segment, ...]] = {}
         self.names: dict[_Edge, str] = {}
         self.tasks: list[Task] = []
         self.messages: dict[_Message, Task] = {}
@@ -242,10 +247,11 @@ class _Simulator:
 
     def work(self, rank: _Rank, action: Action) -> bool:
         """Do what is left of an action; False if it has to wait."""
-        key = (action.stage, action.kind)
+        stage = self.stages[action.stage]
+        key = (action.stage, action.kind, action.microbatch if stage.segments_at else None)
         parts = self.parts.get(key)
         if parts is None:
-            parts = self.parts[key] = self.stages[action.stage].parts(action.kind)
+            parts = self.parts[key] = stage.parts(action.kind, action.microbatch)
         if rank.part == 0 and rank.running is None and not self.has_received(rank, action):
             return False
         while rank.part < len(parts):

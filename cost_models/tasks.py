@@ -86,7 +86,11 @@ class RateClock:
     """
 
     def __init__(self, interference: Interference | None, links: Iterable[SharedLink]) -> None:
-        self._factors = dict(interference.factors) if interference is not None else {}
+        self._slowed_by: dict[Lane, list[tuple[Lane, float]]] = {lane: [] for lane in Lane}
+        for (slowed, busy), factor in (interference.factors if interference else {}).items():
+            if factor != 1 and busy is not slowed:
+                self._slowed_by[slowed].append((busy, factor))
+        self._slowing = {busy for pairs in self._slowed_by.values() for busy, _ in pairs}
         self._links = tuple(links)
         self._links_of: dict[tuple[int, Lane], list[int]] = {}
         for number, link in enumerate(self._links):
@@ -153,7 +157,7 @@ class RateClock:
     def _count(self, device: int, lane: Lane, change: int) -> None:
         before = self._busy.get((device, lane), 0)
         self._busy[device, lane] = before + change
-        if self._factors and (before == 0 or before + change == 0):
+        if lane in self._slowing and (before == 0 or before + change == 0):
             self._stale.update(self._on_device[device])
 
     def _settle(self) -> None:
@@ -172,15 +176,17 @@ class RateClock:
         rate = 1.0
         for number in self._links_of.get((task.rank, task.medium), ()):
             rate = min(rate, self._links[number].full_speed / len(self._on_link[number]))
-        if not self._factors:
+        pairs = self._slowed_by[task.medium]
+        if not pairs:
             return rate
         worst = 1.0
         for device in self._devices(task):
             factor = 1.0
-            for (slowed, busy), each in self._factors.items():
-                if slowed is task.medium and busy is not slowed and self._busy.get((device, busy)):
+            for busy, each in pairs:
+                if self._busy.get((device, busy)):
                     factor *= each
-            worst = max(worst, factor)
+            if factor > worst:
+                worst = factor
         return rate / worst
 
     @staticmethod

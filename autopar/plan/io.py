@@ -24,12 +24,16 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 2
-READABLE = (1, 2)
+VERSION = 3
+READABLE = (1, 2, 3)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-_LATER: Mapping[str, tuple[Json, int]] = {"precision": (None, 2), "precision_words": ({}, 2)}
+_LATER: Mapping[str, tuple[Json, int]] = {
+    "precision": (None, 2),
+    "precision_words": ({}, 2),
+    "peak_at": ("", 3),
+}
 """Fields of the plan that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

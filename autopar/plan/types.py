@@ -213,6 +213,7 @@ class Plan:
         objective_s: What the solver reported for its own surrogate objective.
         bound_s: Lower bound on the surrogate over the searched space.
         peak_bytes: Predicted peak of the worst device.
+        peak_at: When that is, in words: stage, pass, micro-batch, operator; "" if not known.
         memory_limit_bytes: The limit it was made under.
         optimizer: Optimizer assumed for state bytes.
         unruled: Operators without a rule (replicated), as ``"op at source"``.
@@ -237,6 +238,7 @@ class Plan:
     objective_s: float = 0.0
     bound_s: float = 0.0
     peak_bytes: int = 0
+    peak_at: str = ""
     memory_limit_bytes: int = 0
     optimizer: str = "adamw"
     constraints: tuple[AppliedConstraint, ...] = ()

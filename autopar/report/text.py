@@ -167,6 +167,8 @@ def _header(plan: Plan, width: int) -> Lines:
         share = 100 * plan.peak_bytes / plan.memory_limit_bytes
         peak += f", {share:.1f} % of the limit of {format_bytes(plan.memory_limit_bytes)}"
     rows.append(("memory", f"{peak}, predicted"))
+    if plan.peak_at:
+        rows.append(("peak", plan.peak_at))
     if plan.mode == "train":
         rows.append(("optimizer", f"{plan.optimizer}, assumed"))
     return pairs(rows, width)

@@ -99,6 +99,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         objective_s=winner.ranked.surrogate_s,
         bound_s=min(field.bound_s, winner.figures.step_s),
         peak_bytes=winner.figures.peak_bytes,
+        peak_at=winner.figures.peak_at,
         memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
         constraints=_constraints(analysis, defaults),

@@ -19,7 +19,7 @@ from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
-from cost_models.memory_timeline import StageMemory
+from cost_models.memory_timeline import StageMemory, memory_timelines
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -64,6 +64,12 @@ class ExactFigures:
     def peak_bytes(self) -> int:
         """Peak of the worst device."""
         return max(self.rank_bytes)
+
+    @property
+    def peak_at(self) -> str:
+        """When the worst device has most alive, in words."""
+        timelines = memory_timelines(self.simulation, [stage.held for stage in self.stages])
+        return max(timelines, key=lambda t: (self.rank_bytes[t.rank], -t.rank)).peak.where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,17 @@ def test_report_takes_a_width(saved, capsys):
     assert "the least is 60" in capsys.readouterr().err
 
 
+def test_report_writes_a_trace(saved, capsys, tmp_path):
+    path = tmp_path / "step.json"
+    assert main(["report", str(saved), "--trace", str(path)]) == 0
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"pipeline rank 0, ranks 0-3", "pipeline rank 1, ranks 4-7"}
+    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    assert main(["report", str(saved), "--trace", str(tmp_path / "none" / "x.json")]) == 2
+    assert "choose a file in a folder that exists" in capsys.readouterr().err
+
+
 def test_report_prints_json_for_programs(saved, capsys, example_plan):
     assert main(["report", str(saved), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)

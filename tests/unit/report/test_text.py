@@ -99,6 +99,12 @@ Provenance
 """
 
 
+def test_the_moment_of_the_peak_is_told_if_the_plan_has_it(example_plan):
+    where = "stage 0, backward of micro-batch 3, at aten.mm of layers.5"
+    assert f"peak       {where}\n" in render_plan(replace(example_plan, peak_at=where))
+    assert "peak       " not in render_plan(example_plan)
+
+
 def test_report_golden(example_plan):
     assert render_plan(example_plan, width=100) == GOLDEN
 
