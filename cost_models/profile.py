@@ -23,7 +23,7 @@ kind                       sizes                   name
 ``launch``                 none                    ``add`` on next to no data, ``view``
 ``optimizer``              tensors, bytes of them  ``adamw``, ``sgd``
 ``host_to_device``, back   bytes                   empty
-``op``                     operands, bytes moved   operator with its operands, see :func:`op_key`
+``op``                     FLOPs, bytes moved      operator with its operands, see :func:`op_key`
 ``step``                   operators of the step   ``executor``: seconds beyond the operators' own
 collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across
 ``beside``                 payload bytes, ranks    ``comm``, ``compute`` alone and ``both`` at once
