@@ -126,7 +126,7 @@ class Meter:
         run = task.prepare() if has_part else None
         has_part = run is not None
         once_s = 0.0
-        self._meet()
+        self.meet()
         if run is not None:
             run()
             once_s = self.seconds(run)
@@ -136,7 +136,7 @@ class Meter:
         inner = self.agree(max(1, min(10_000, int(group_s / once_s))))
         most = max(MIN_REPEATS, min(MAX_REPEATS, int(self.point_s / (inner * once_s))))
         repeats = self.agree(most)
-        self._meet()
+        self.meet()
         times = [1.0]
         if run is not None:
             times = [self.seconds(run, inner) / inner / task.runs for _ in range(repeats)]
@@ -154,7 +154,8 @@ class Meter:
             repeats=repeats,
         )
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Wait for the other ranks."""
         if self.size > 1:
             dist.barrier()
 

@@ -356,3 +356,16 @@ class ProfiledCostModel:
         each_s = self._calls.get(("parameter", busy), 0.0)
         scale = self._factor(K.LAUNCH, self._ranks) / self._factor(K.LAUNCH, busy)
         return (self._calls["call", busy] + num_parameters * each_s) * scale
+
+    def shared_step_s(self, makespan_s: float, busy_s: Sequence[float], comm_s: float) -> float:
+        """Seconds of a step whose ranks share cores, some of them waiting at times.
+
+        Two bounds: no rank is faster than on a core of its own, and the cores can't do the work of
+        all ranks faster than they would do it without a pause.
+        """
+        cores = min(self._ranks, max(1, self._profile.num_cores))
+        slowdown = self._factor(K.MATMUL, self._ranks) / self._factor(K.MATMUL, cores)
+        if slowdown <= 1 or not busy_s:
+            return makespan_s
+        alone_s = (makespan_s - comm_s) / slowdown
+        return min(makespan_s, comm_s + max(alone_s, sum(busy_s) / len(busy_s)))
