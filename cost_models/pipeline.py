@@ -50,6 +50,67 @@ def bubble_fraction(num_ranks: int, num_microbatches: int, virtual: int = 1) -> 
     return (num_ranks - 1) / (num_microbatches * virtual + num_ranks - 1)
 
 
+def zero_bubble_h1_step_time_s(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    forward_s: float,
+    input_s: float,
+    weight_s: float,
+) -> float:
+    """Seconds of ZB-H1 with equal stages and free messages.
+
+    That is ``M (F + I + W) + (p - 1) (F + I - W)``: for ``F = I = W`` a third of 1F1B's bubble.
+
+    Args:
+        num_ranks: ``p``.
+        num_microbatches: ``M``, at least ``p``.
+        forward_s: ``F``.
+        input_s: ``I``, the half of a backward that makes the gradients of the stage's inputs.
+        weight_s: ``W``, the other half; at most ``F`` and at most ``I``.
+
+    Raises:
+        ConfigError: There are too few micro-batches, or ``W`` is longer: the form is not exact.
+
+    Source: Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, table 1.
+
+    >>> zero_bubble_h1_step_time_s(num_ranks=4, num_microbatches=8,
+    ...                            forward_s=1.0, input_s=1.0, weight_s=1.0)
+    27.0
+    """
+    if num_microbatches < num_ranks or weight_s > min(forward_s, input_s):
+        raise ConfigError(
+            f"ZB-H1: {num_microbatches} micro-batches on {num_ranks} ranks with F, I and W of "
+            f"{forward_s}, {input_s} and {weight_s} seconds; the closed form needs as many "
+            "micro-batches as ranks and a W that is at most F and I: simulate others"
+        )
+    slot_s = forward_s + input_s + weight_s
+    return num_microbatches * slot_s + (num_ranks - 1) * (forward_s + input_s - weight_s)
+
+
+def zero_bubble_v_step_time_s(*, num_ranks: int, num_microbatches: int, unit_s: float) -> float:
+    """Seconds of ZB-V whose ``F``, ``I`` and ``W`` all take ``unit_s``: ``(6 M + p - 1)`` units.
+
+    A rank has two stages; between its first and its last work it never idles.
+
+    Args:
+        num_ranks: ``p``.
+        num_microbatches: ``M``, at least ``2 p - 1``.
+        unit_s: Seconds of each of the three on one stage.
+
+    Raises:
+        ConfigError: There are too few micro-batches: the form is not exact.
+
+    Source: Qi et al., "Pipeline parallelism with controllable memory", 2024.
+    """
+    if num_microbatches < 2 * num_ranks - 1:
+        raise ConfigError(
+            f"ZB-V: {num_microbatches} micro-batches on {num_ranks} ranks; the closed form needs "
+            f"at least {2 * num_ranks - 1}: simulate fewer"
+        )
+    return (6 * num_microbatches + num_ranks - 1) * unit_s
+
+
 def one_f_one_b_warmup(num_stages: int) -> tuple[int, ...]:
     """Warm-up depths of plain 1F1B: ``S - i``, counted from 0."""
     return tuple(num_stages - stage for stage in range(num_stages))

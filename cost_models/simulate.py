@@ -1,33 +1,42 @@
 """Event simulation of a step: when every action of every pipeline rank starts and ends.
 
 Each pipeline rank runs its list in order on its compute lane. A SEND is free for the rank: the
-message enters the lane from its rank to the receiver's, first in, first out, one at a time. A RECV
+message enters the queue from its rank to the receiver's, first in, first out, one at a time. A RECV
 is posted at once; the forward or backward of its stage and micro-batch waits until the message has
-arrived. PROLOGUE, UNSHARD, REDUCE_GRAD and the like take their seconds on the compute lane (nothing
-hides them). FETCH_TIED and SYNC_TIED between two ranks start when both have come to them.
+arrived. What an action does beside computing is told in segments (:mod:`cost_models.lanes`); an
+action of which only seconds are known takes them on the compute lane, and nothing hides them.
+FETCH_TIED and SYNC_TIED between two ranks start when both have come to them.
 
-There is no clock and no randomness; equal times are ordered by a counter.
+There is no clock and no randomness. Without interference and shared links times follow from the
+order alone and no events are kept.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from math import isfinite
 
 from autopar.errors import ConfigError, DeadlockError
 from autopar.plan.actions import Action, ActionKind
+from cost_models.lanes import Interference, Lane, Segment, SharedLink
+from cost_models.spans import Simulation, Span
+from cost_models.tasks import FixedClock, RateClock, Task
+
+__all__ = ["COMPUTE_LANE", "Simulation", "Span", "StageSeconds", "simulate"]
 
 K = ActionKind
-COMPUTE_LANE = "compute"
-_COMPUTES = (K.FORWARD, K.BACKWARD)
+COMPUTE_LANE = Lane.COMPUTE
 _SENDS = {K.SEND_F: K.FORWARD, K.SEND_B: K.BACKWARD}
 _RECEIVES = {K.RECV_F: K.FORWARD, K.RECV_B: K.BACKWARD}
 _TIES = (K.FETCH_TIED, K.SYNC_TIED)
+# what a compute reads of other stages; the weights' half of a backward reads only its own stage
+_READS = {K.FORWARD: K.FORWARD, K.BACKWARD: K.BACKWARD, K.BACKWARD_INPUT: K.BACKWARD}
 
 # source stage, target stage, what it was made by, micro-batch
 _Message = tuple[int, int, ActionKind, int | None]
+_Edge = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,136 +47,70 @@ class StageSeconds:
         forward_s: One micro-batch's forward, collectives included.
         backward_s: One micro-batch's backward, collectives included.
         once_s: Seconds of the other kinds, each time they occur; 0 for those left out.
+        weight_s: The part of ``backward_s`` that makes the weights' gradients; the two halves take
+            ``backward_s - weight_s`` and ``weight_s`` where a schedule runs them apart.
+        segments: What an action of a kind does on which lane; in the place of the seconds.
     """
 
-    forward_s: float
-    backward_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
     once_s: Mapping[ActionKind, float] = field(default_factory=dict)
+    weight_s: float = 0.0
+    segments: Mapping[ActionKind, Sequence[Segment]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight_s <= self.backward_s:
+            raise ConfigError(
+                f"StageSeconds: weight_s is {self.weight_s}, must be between 0 and backward_s, "
+                f"which is {self.backward_s}: it is a part of it"
+            )
 
     def of(self, kind: ActionKind) -> float:
-        """Seconds of one action on the compute lane."""
+        """Seconds for which one action holds its rank back, nothing slowing it."""
+        if kind in self.segments:
+            return sum(s.seconds for s in self.segments[kind] if not s.overlaps)
         if kind is K.FORWARD:
             return self.forward_s
         if kind is K.BACKWARD:
             return self.backward_s
+        if kind is K.BACKWARD_INPUT:
+            return self.backward_s - self.weight_s
+        if kind is K.BACKWARD_WEIGHT:
+            return self.weight_s
         return self.once_s.get(kind, 0.0)
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When something happened.
-
-    Attributes:
-        rank: Pipeline rank (the sender of a message).
-        lane: ``"compute"``, or ``"send 0>1"`` for messages between two ranks.
-        action: What.
-        start_s: Start.
-        end_s: End.
-    """
-
-    rank: int
-    lane: str
-    action: Action
-    start_s: float
-    end_s: float
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds."""
-        return self.end_s - self.start_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """A simulated step.
-
-    Attributes:
-        spans: By start, then in the order they were found.
-        makespan_s: Seconds until the last rank and the last message are done.
-        num_ranks: Pipeline ranks.
-    """
-
-    spans: tuple[Span, ...]
-    makespan_s: float
-    num_ranks: int
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of all ranks' time that is not forward or backward; 0.0 for an empty step."""
-        if self.makespan_s <= 0:
-            return 0.0
-        return 1.0 - sum(map(self.busy_s, range(self.num_ranks))) / (
-            self.num_ranks * self.makespan_s
-        )
-
-    def busy_s(self, rank: int) -> float:
-        """Seconds that a rank spends in forwards and backwards."""
-        return sum(s.duration_s for s in self.compute_spans(rank) if s.action.kind in _COMPUTES)
-
-    def compute_spans(self, rank: int) -> tuple[Span, ...]:
-        """What one rank's compute lane does."""
-        return tuple(s for s in self.spans if s.rank == rank and s.lane == COMPUTE_LANE)
-
-    def in_flight(self, stage: int) -> tuple[tuple[float, int], ...]:
-        """(Second, micro-batches alive in the stage from then on), in order.
-
-        A micro-batch is alive from the start of its forward to the end of its backward.
-        """
-        changes: dict[float, int] = {}
-        for span in self.spans:
-            if span.action.stage == stage and span.lane == COMPUTE_LANE:
-                if span.action.kind is K.FORWARD:
-                    changes[span.start_s] = changes.get(span.start_s, 0) + 1
-                elif span.action.kind is K.BACKWARD:
-                    changes[span.end_s] = changes.get(span.end_s, 0) - 1
-        alive, steps = 0, []
-        for second in sorted(changes):
-            alive += changes[second]
-            steps.append((second, alive))
-        return tuple(steps)
-
-    def peak_in_flight(self, stage: int) -> int:
-        """Most micro-batches alive in a stage at once."""
-        return max((alive for _, alive in self.in_flight(stage)), default=0)
-
-    def peak_saved_bytes(self, rank: int, saved_bytes: Sequence[int]) -> int:
-        """Most bytes of saved values on a rank at once, all of its stages together.
-
-        Args:
-            rank: Pipeline rank.
-            saved_bytes: What one micro-batch saves, by stage.
-        """
-        changes: list[tuple[float, int, int]] = []
-        for span in self.compute_spans(rank):
-            size = saved_bytes[span.action.stage]
-            if span.action.kind is K.FORWARD:
-                changes.append((span.start_s, 1, size))
-            elif span.action.kind is K.BACKWARD:
-                changes.append((span.end_s, 0, -size))  # frees come before what starts then
-        alive = peak = 0
-        for _, _, change in sorted(changes):
-            alive += change
-            peak = max(peak, alive)
-        return peak
+    def parts(self, kind: ActionKind) -> tuple[Segment, ...]:
+        """What one action does, in order."""
+        if self.segments.get(kind):
+            return tuple(self.segments[kind])
+        return (Segment(lane=Lane.COMPUTE, seconds=self.of(kind)),)
 
 
 def simulate(
     lists: Sequence[Sequence[Action]],
     stages: Sequence[StageSeconds],
     *,
-    p2p_s: float | Mapping[tuple[int, int], float] = 0.0,
+    p2p_s: float | Mapping[_Edge, float] = 0.0,
+    p2p_lane: Lane | Mapping[_Edge, Lane] = Lane.INTER,
+    interference: Interference | None = None,
+    links: Sequence[SharedLink] = (),
 ) -> Simulation:
     """Run the action lists of one step.
 
     Args:
         lists: Per pipeline rank, its actions in order.
         stages: Seconds by stage.
-        p2p_s: Seconds of a message, for all or by (source stage, target stage); 0 for those left
-            out.
+        p2p_s: Seconds of a message alone, for all or by (source stage, target stage); 0 for those
+            left out.
+        p2p_lane: Whether messages go inside a node or between nodes, for all or by (source stage,
+            target stage); between nodes for those left out.
+        interference: What slows what on one device; nothing if left out.
+        links: Links that several ranks share; none if left out.
 
     Raises:
         DeadlockError: Some rank waits for what never comes; the text says where each rank stands.
-        ConfigError: An action names a stage that has no seconds.
+        ConfigError: An action names a stage that has no seconds, seconds are negative or no
+            number, or a segment joins a label that was not issued.
     """
     for rank, row in enumerate(lists):
         for action in row:
@@ -176,119 +119,225 @@ def simulate(
                     f"simulate: rank {rank} has {action}, but seconds are given for "
                     f"{len(stages)} stages"
                 )
-    return _Simulator(lists, stages, p2p_s).run()
+    for edge, seconds in p2p_s.items() if isinstance(p2p_s, Mapping) else [("all", p2p_s)]:
+        if not (isfinite(seconds) and seconds >= 0):
+            raise ConfigError(
+                f"simulate: a message of {edge} takes {seconds} seconds, must be a number of at "
+                "least 0"
+            )
+    clock = RateClock(interference, links) if interference or links else FixedClock()
+    return _Simulator(lists, stages, p2p_s, p2p_lane, clock).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """How far a pipeline rank has come."""
+
+    index: int
+    row: Sequence[Action]
+    position: int = 0
+    part: int = 0
+    now_s: float = 0.0
+    running: Task | None = None
 
 
 class _Simulator:
-    """State of one run: a heap of (second, counter, rank) of ranks that can go on."""
+    """State of one run; ``ready`` holds the ranks that can go on at the present moment."""
 
     def __init__(
         self,
         lists: Sequence[Sequence[Action]],
         stages: Sequence[StageSeconds],
-        p2p_s: float | Mapping[tuple[int, int], float],
+        p2p_s: float | Mapping[_Edge, float],
+        p2p_lane: Lane | Mapping[_Edge, Lane],
+        clock: FixedClock | RateClock,
     ) -> None:
-        self.lists = lists
         self.stages = stages
         self.p2p_s = p2p_s
+        self.p2p_lane = p2p_lane
+        self.clock = clock
+        self.ranks = [_Rank(rank, row) for rank, row in enumerate(lists)]
+        self.ready = deque(self.ranks)
         self.rank_of = {a.stage: rank for rank, row in enumerate(lists) for a in row}
-        self.position = [0] * len(lists)
-        self.counter = count()
-        self.heap = [(0.0, next(self.counter), rank) for rank in range(len(lists))]
-        self.spans: list[Span] = []
-        self.arrival_s: dict[_Message, float] = {}
-        self.lane_free_s: dict[tuple[int, int], float] = {}
+        self.parts: dict[tuple[int, ActionKind], tuple[Segment, ...]] = {}
+        self.names: dict[_Edge, str] = {}
+        self.tasks: list[Task] = []
+        self.messages: dict[_Message, Task] = {}
         self.awaited: dict[tuple[int, ActionKind, int | None], list[_Message]] = {}
-        self.blocked: dict[_Message, tuple[int, float]] = {}  # message -> rank and since when
-        self.at_tie: dict[tuple[ActionKind, int, int], tuple[int, float]] = {}
+        self.blocked: dict[_Message, _Rank] = {}
+        self.overlapping: dict[tuple[int, str, int | None], Task] = {}
+        self.at_tie: dict[tuple[ActionKind, int, int], _Rank] = {}
 
     def run(self) -> Simulation:
-        end_s = 0.0
-        while self.heap:
-            now_s, _, rank = heapq.heappop(self.heap)
-            end_s = max(end_s, self.advance(rank, now_s))
-        if any(p < len(row) for p, row in zip(self.position, self.lists, strict=True)):
+        while True:
+            while self.ready:
+                self.advance(self.ready.popleft())
+            ended = self.clock.next_end()
+            if ended is None:
+                break
+            self.wake(ended)
+        if any(rank.position < len(rank.row) for rank in self.ranks):
             raise DeadlockError(self.describe())
-        end_s = max([end_s, *(s.end_s for s in self.spans)])
+        spans = [
+            Span(
+                t.rank, t.lane, t.action, t.start_s, t.end_s, t.label, t.overlaps, t.medium,
+                t.peer, t.position,
+            )
+            for t in self.tasks
+            if t.start_s is not None and t.end_s is not None
+        ]  # fmt: skip
+        spans.sort(key=lambda s: s.start_s)
         return Simulation(
-            spans=tuple(sorted(self.spans, key=lambda s: s.start_s)),
-            makespan_s=end_s,
-            num_ranks=len(self.lists),
+            spans=tuple(spans),
+            makespan_s=max((s.end_s for s in spans), default=0.0),
+            num_ranks=len(self.ranks),
         )
 
-    def advance(self, rank: int, now_s: float) -> float:
-        """Run one rank until its next action takes time or has to wait; the second it reached."""
-        row = self.lists[rank]
-        while self.position[rank] < len(row):
-            action = row[self.position[rank]]
-            if action.kind in _SENDS:
-                self.send(rank, action, now_s)
-            elif action.kind in _RECEIVES:
-                made_by = _RECEIVES[action.kind]
+    def wake(self, ended: Task) -> None:
+        for index in ended.waiters or ():
+            rank = self.ranks[index]
+            rank.now_s = max(rank.now_s, ended.end_s or 0.0)
+            self.ready.append(rank)
+
+    def advance(self, rank: _Rank) -> None:
+        """Run one rank until it has to wait for what has no end yet."""
+        while rank.position < len(rank.row):
+            action = rank.row[rank.position]
+            kind = action.kind
+            if kind in _SENDS:
+                self.send(rank, action)
+            elif kind in _RECEIVES:
+                made_by = _RECEIVES[kind]
                 message = (self.peer(action), action.stage, made_by, action.microbatch)
-                self.awaited.setdefault((action.stage, made_by, action.microbatch), []).append(
-                    message
-                )
-            elif action.kind in _TIES and self.rank_of.get(self.peer(action), rank) != rank:
-                return self.meet(rank, action, now_s)
-            elif not self.compute(rank, action, now_s):
-                return now_s
-            else:
-                return self.spans[-1].end_s
-            self.position[rank] += 1
-        return now_s
+                reader = (action.stage, made_by, action.microbatch)
+                self.awaited.setdefault(reader, []).append(message)
+            elif kind in _TIES and self.rank_of.get(self.peer(action), rank.index) != rank.index:
+                if not self.meet(rank, action):
+                    return
+            elif not self.work(rank, action):
+                return
+            rank.position += 1
 
-    def send(self, rank: int, action: Action, now_s: float) -> None:
-        target = self.peer(action)
-        receiver = self.rank_of.get(target, rank)
-        seconds = (
-            self.p2p_s
-            if isinstance(self.p2p_s, int | float)
-            else self.p2p_s.get((action.stage, target), 0.0)
+    def send(self, rank: _Rank, action: Action) -> None:
+        edge = (action.stage, self.peer(action))
+        receiver = self.rank_of.get(edge[1], rank.index)
+        ends = (rank.index, receiver)
+        lane = self.names.get(ends) or self.names.setdefault(ends, f"send {ends[0]}>{receiver}")
+        p2p_s, medium = self.p2p_s, self.p2p_lane
+        task = Task(
+            rank.index,
+            lane,
+            medium if isinstance(medium, Lane) else medium.get(edge, Lane.INTER),
+            action,
+            p2p_s.get(edge, 0.0) if isinstance(p2p_s, Mapping) else p2p_s,
+            peer=receiver,
+            position=rank.position,
         )
-        start_s = max(now_s, self.lane_free_s.get((rank, receiver), 0.0))
-        self.lane_free_s[rank, receiver] = start_s + seconds
-        self.spans.append(Span(rank, f"send {rank}>{receiver}", action, start_s, start_s + seconds))
-        message = (action.stage, target, _SENDS[action.kind], action.microbatch)
-        self.arrival_s[message] = start_s + seconds
-        if message in self.blocked:
-            waiting, since_s = self.blocked.pop(message)
-            self.resume(waiting, max(since_s, start_s + seconds))
+        self.issue(task, rank.now_s)
+        message = (*edge, _SENDS[action.kind], action.microbatch)
+        self.messages[message] = task
+        waiting = self.blocked.pop(message, None)
+        if waiting is not None:
+            self.ready.append(waiting)
 
-    def compute(self, rank: int, action: Action, now_s: float) -> bool:
-        """Start an action on the compute lane; False if it has to wait for a message."""
-        start_s = now_s
-        if action.kind in _COMPUTES:
-            for message in self.awaited.get((action.stage, action.kind, action.microbatch), ()):
-                if message not in self.arrival_s:
-                    self.blocked[message] = (rank, now_s)
+    def work(self, rank: _Rank, action: Action) -> bool:
+        """Do what is left of an action; False if it has to wait."""
+        key = (action.stage, action.kind)
+        parts = self.parts.get(key)
+        if parts is None:
+            parts = self.parts[key] = self.stages[action.stage].parts(action.kind)
+        if rank.part == 0 and rank.running is None and not self.has_received(rank, action):
+            return False
+        while rank.part < len(parts):
+            if rank.running is None:
+                segment = parts[rank.part]
+                if segment.joins and not self.has_joined(rank, action, segment):
                     return False
-                start_s = max(start_s, self.arrival_s[message])
-        end_s = start_s + self.stages[action.stage].of(action.kind)
-        self.spans.append(Span(rank, COMPUTE_LANE, action, start_s, end_s))
-        self.position[rank] += 1
-        self.resume(rank, end_s)
+                task = Task(
+                    rank.index,
+                    segment.lane,
+                    segment.lane,
+                    action,
+                    segment.seconds,
+                    segment.label,
+                    segment.overlaps,
+                    position=rank.position,
+                )
+                self.issue(task, rank.now_s)
+                if segment.overlaps:
+                    self.overlapping[action.stage, segment.label, action.microbatch] = task
+                    rank.part += 1
+                    continue
+                rank.running = task
+            if not self.has_ended(rank, rank.running):
+                return False
+            rank.running = None
+            rank.part += 1
+        rank.part = 0
         return True
 
-    def meet(self, rank: int, action: Action, now_s: float) -> float:
-        """Wait for the other end of a tie; whoever comes last starts it."""
-        peer = self.peer(action)
-        other = self.at_tie.pop((action.kind, peer, action.stage), None)
-        if other is None:
-            self.at_tie[action.kind, action.stage, peer] = (rank, now_s)
-            return now_s
-        waiting, since_s = other
-        start_s = max(now_s, since_s)
-        seconds = max(self.stages[s].of(action.kind) for s in (action.stage, peer))
-        for who in (waiting, rank):
-            what = self.lists[who][self.position[who]]
-            self.spans.append(Span(who, COMPUTE_LANE, what, start_s, start_s + seconds))
-            self.position[who] += 1
-            self.resume(who, start_s + seconds)
-        return start_s + seconds
+    def has_received(self, rank: _Rank, action: Action) -> bool:
+        reads = _READS.get(action.kind)
+        if reads is None:
+            return True
+        for message in self.awaited.get((action.stage, reads, action.microbatch), ()):
+            task = self.messages.get(message)
+            if task is None:
+                self.blocked[message] = rank
+                return False
+            if not self.has_ended(rank, task):
+                return False
+        return True
 
-    def resume(self, rank: int, second: float) -> None:
-        heapq.heappush(self.heap, (second, next(self.counter), rank))
+    def has_joined(self, rank: _Rank, action: Action, segment: Segment) -> bool:
+        for label in segment.joins:
+            task = self.overlapping.get((action.stage, label, action.microbatch))
+            task = task or self.overlapping.get((action.stage, label, None))
+            if task is None:
+                raise ConfigError(
+                    f"simulate: {action} on rank {rank.index} waits for {label!r}, which stage "
+                    f"{action.stage} has not issued for this micro-batch or once per step; put an "
+                    "overlapping segment of that label before it"
+                )
+            if not self.has_ended(rank, task):
+                return False
+        return True
+
+    def has_ended(self, rank: _Rank, task: Task) -> bool:
+        """Take a rank to the end of a task; if that is not known yet, have it woken then."""
+        if task.end_s is None:
+            task.waiters = [*(task.waiters or ()), rank.index]
+            return False
+        if task.end_s > rank.now_s:
+            rank.now_s = task.end_s
+        return True
+
+    def meet(self, rank: _Rank, action: Action) -> bool:
+        """Wait for the other end of a tie; whoever comes last starts both."""
+        if rank.running is None:
+            peer = self.peer(action)
+            other = self.at_tie.pop((action.kind, peer, action.stage), None)
+            if other is None:
+                self.at_tie[action.kind, action.stage, peer] = rank
+                return False
+            start_s = max(rank.now_s, other.now_s)
+            seconds = max(self.stages[s].of(action.kind) for s in (action.stage, peer))
+            for who in (other, rank):
+                what = who.row[who.position]
+                who.running = Task(
+                    who.index, Lane.COMPUTE, Lane.COMPUTE, what, seconds, position=who.position
+                )
+                self.issue(who.running, start_s)
+            self.ready.append(other)
+        assert rank.running is not None
+        if not self.has_ended(rank, rank.running):
+            return False
+        rank.running = None
+        return True
+
+    def issue(self, task: Task, now_s: float) -> None:
+        self.tasks.append(task)
+        self.clock.issue(task, now_s)
 
     def peer(self, action: Action) -> int:
         if action.peer is None:
@@ -297,17 +346,17 @@ class _Simulator:
 
     def describe(self) -> str:
         """How far every rank came and what it waits for."""
-        messages = {rank: message for message, (rank, _) in self.blocked.items()}
+        messages = {rank.index: message for message, rank in self.blocked.items()}
         lines = []
-        for rank, row in enumerate(self.lists):
-            position = self.position[rank]
+        for rank in self.ranks:
+            position, row = rank.position, rank.row
             if position == len(row):
-                lines.append(f"rank {rank} has done all of its {position} actions")
+                lines.append(f"rank {rank.index} has done all of its {position} actions")
                 continue
-            text = f"rank {rank} has done {position} of {len(row)} actions and waits at "
+            text = f"rank {rank.index} has done {position} of {len(row)} actions and waits at "
             text += str(row[position])
-            if rank in messages:
-                source, target, kind, microbatch = messages[rank]
+            if rank.index in messages:
+                source, target, kind, microbatch = messages[rank.index]
                 what = "" if microbatch is None else microbatch
                 text += f" for {source}{kind.value}{what} from stage {source} to stage {target}"
             lines.append(text)

@@ -11,10 +11,17 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """Kinds of action; the values are the words of the CSV form."""
+    """Kinds of action; the values are the words of the CSV form.
+
+    ``I`` and ``W`` are the two halves of a backward: the gradients of a stage's inputs, and those
+    of its weights. They, OFFLOAD and RELOAD (saved values to host memory and back) and OPTIMIZER
+    are simulated; no rank runs them.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -25,6 +32,9 @@ class ActionKind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     FETCH_TIED = "FETCH_TIED"
     SYNC_TIED = "SYNC_TIED"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    OPTIMIZER = "OPTIMIZER"
 
 
 @dataclass(frozen=True, slots=True)

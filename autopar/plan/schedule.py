@@ -26,7 +26,7 @@ would wait for each other. Values between two stages on one rank need no message
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from autopar.errors import ConfigError
@@ -35,10 +35,14 @@ from autopar.plan.types import MeshShape, ScheduleKind
 
 F = ActionKind.FORWARD
 B = ActionKind.BACKWARD
+I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the schedules' own letter
+W = ActionKind.BACKWARD_WEIGHT
+# which pass a compute belongs to, by what it reads of other stages: W reads only its own
+_PASS = {F: F, B: B, I: B}
 
 
 class Compute(NamedTuple):
-    """The forward (``F``) or backward (``B``) of one stage on one micro-batch."""
+    """The forward (``F``) or backward (``B``, or its halves) of one stage on one micro-batch."""
 
     stage: int
     kind: ActionKind
@@ -157,7 +161,7 @@ def in_flight(order: Order, stage: int) -> int:
         return 1
     alive = most = 0
     for compute in computes:
-        alive += 1 if compute.kind is F else -1
+        alive += {F: 1, I: 0}.get(compute.kind, -1)
         most = max(most, alive)
     return most
 
@@ -178,8 +182,9 @@ def action_lists(
     and the RECVs it needs, itself, the SENDs of what it made, RESHARD, REDUCE_GRAD; last SYNC_TIED.
 
     Args:
-        order: From :func:`compute_order` or :func:`forward_order`.
-        mesh: Tells the rank of each stage.
+        order: From :func:`compute_order` or :func:`forward_order`; or one of
+            :mod:`autopar.plan.zero_bubble`, whose stages may lie on other ranks than the mesh says.
+        mesh: Tells the number of stages.
         forward_edges: (s, t), s < t, where a forward of t reads a value of the forward of s. Any
             pair, neighbours or not: a value that skips stages is sent straight.
         backward_edges: (s, t), s > t, where a backward of t reads a value of the backward of s.
@@ -203,10 +208,12 @@ def action_lists(
         raise ConfigError(
             f"action_lists: {len(levels)} ZeRO levels for {mesh.num_stages} stages; give one each"
         )
-    receives = _receives(order, mesh, {F: forward, B: backward}, prefetch)
+    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
+    targets = {F: _by_source(forward), B: _by_source(backward)}
+    receives = _receives(order, rank_of, targets, prefetch)
     lists = []
     for rank, row in enumerate(order):
-        own = range(rank, mesh.num_stages, mesh.pp)
+        own = sorted({compute.stage for compute in row})
         actions = [Action(stage, ActionKind.PROLOGUE) for stage in own]
         actions += _tied_actions(ActionKind.FETCH_TIED, ties, own)
         around = zip(row, receives[rank], _around(row, levels), strict=True)
@@ -214,9 +221,9 @@ def action_lists(
             actions += before
             actions += received
             actions.append(Action(*compute))
-            actions += _sends(compute, forward if compute.kind is F else backward, mesh)
+            actions += _sends(compute, targets, rank_of)
             actions += after
-        if any(compute.kind is B for compute in row):
+        if any(compute.kind is not F for compute in row):
             actions += _tied_actions(ActionKind.SYNC_TIED, ties, own)
         lists.append(tuple(actions))
     return tuple(lists)
@@ -241,26 +248,45 @@ def _checked_edges(edges: Iterable[Edge], mesh: MeshShape, what: str) -> tuple[E
     return result
 
 
+def _by_source(edges: Iterable[Edge]) -> dict[int, list[int]]:
+    """Targets of each source."""
+    table: dict[int, list[int]] = {}
+    for source, target in edges:
+        table.setdefault(source, []).append(target)
+    return table
+
+
 def _receives(
-    order: Order, mesh: MeshShape, edges: dict[ActionKind, tuple[Edge, ...]], prefetch: int
+    order: Order,
+    rank_of: Mapping[int, int],
+    targets: Mapping[ActionKind, Mapping[int, list[int]]],
+    prefetch: int,
 ) -> list[list[list[Action]]]:
     """Per rank and per position in its order, the receives to post just before that compute.
 
     Per directed pair of ranks the messages are taken in the sender's order, from the last one back:
     a receive must be posted before its own consumer and no later than the receive that follows it.
     """
-    position_of = {compute: i for row in order for i, compute in enumerate(row)}
+    position_of = {
+        (compute.stage, _PASS[compute.kind], compute.microbatch): i
+        for row in order
+        for i, compute in enumerate(row)
+        if compute.kind in _PASS
+    }
     messages: dict[Edge, list[tuple[Action, int]]] = {}
     for rank, row in enumerate(order):
-        for compute in row:
-            for source, target in edges[compute.kind]:
-                receiver = mesh.pipeline_rank(target)
-                if source != compute.stage or receiver == rank:
+        for stage, kind, microbatch in row:
+            if kind not in _PASS:
+                continue
+            made_by = _PASS[kind]
+            for target in targets[made_by].get(stage, ()):
+                receiver = rank_of[target]
+                if receiver == rank:
                     continue
-                kind = ActionKind.RECV_F if compute.kind is F else ActionKind.RECV_B
-                action = Action(target, kind, compute.microbatch, source)
-                consumer = Compute(target, compute.kind, compute.microbatch)
-                messages.setdefault((rank, receiver), []).append((action, position_of[consumer]))
+                receive = ActionKind.RECV_F if made_by is F else ActionKind.RECV_B
+                action = Action(target, receive, microbatch, stage)
+                position = position_of[target, made_by, microbatch]
+                messages.setdefault((rank, receiver), []).append((action, position))
     result: list[list[list[Action]]] = [[[] for _ in row] for row in order]
     for (_, receiver), sent in sorted(messages.items()):
         latest = len(order[receiver]) - 1
@@ -270,15 +296,21 @@ def _receives(
     return result
 
 
-def _sends(compute: Compute, edges: Iterable[Edge], mesh: MeshShape) -> Iterator[Action]:
-    kind = ActionKind.SEND_F if compute.kind is F else ActionKind.SEND_B
-    rank = mesh.pipeline_rank(compute.stage)
-    for source, target in edges:
-        if source == compute.stage and mesh.pipeline_rank(target) != rank:
-            yield Action(source, kind, compute.microbatch, target)
+def _sends(
+    compute: Compute,
+    targets: Mapping[ActionKind, Mapping[int, list[int]]],
+    rank_of: Mapping[int, int],
+) -> Iterator[Action]:
+    stage, kind, microbatch = compute
+    if kind not in _PASS:
+        return
+    send = ActionKind.SEND_F if kind is F else ActionKind.SEND_B
+    for target in targets[_PASS[kind]].get(stage, ()):
+        if rank_of[target] != rank_of[stage]:
+            yield Action(stage, send, microbatch, target)
 
 
-def _tied_actions(kind: ActionKind, ties: Iterable[Edge], own: range) -> Iterator[Action]:
+def _tied_actions(kind: ActionKind, ties: Iterable[Edge], own: Collection[int]) -> Iterator[Action]:
     """Both ends of every tie that touches this rank, in one global order."""
     for owner, borrower in ties:
         ends = (owner, borrower) if kind is ActionKind.FETCH_TIED else (borrower, owner)
@@ -304,8 +336,9 @@ def _around(
             before.append(Action(stage, ActionKind.UNSHARD))
         if ends or (turns and row[position + 1].stage != stage):
             after.append(Action(stage, ActionKind.RESHARD))
-        if kind is B and levels[stage] >= 2:
+        makes_gradients = kind is B or kind is W
+        if makes_gradients and levels[stage] >= 2:
             after.append(Action(stage, ActionKind.REDUCE_GRAD, microbatch))
-        elif kind is B and ends:
+        elif makes_gradients and ends:
             after.append(Action(stage, ActionKind.REDUCE_GRAD))
         yield before, after

@@ -121,6 +121,8 @@ class RankStep:
                 yield from self.mailbox.send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
                 yield from self.mailbox.post(action)
+            case _:
+                raise PassError(f"action {action} is for simulation; no rank can run it")
 
     # ---------------------------------------------------------------- once per step
     def _run_prologue(self, stage: int) -> Running:

@@ -11,21 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Graph, InputKind, OutputKind, TensorMeta
+from autopar.ir.graph import Graph, OutputKind
 from autopar.plan.actions import ActionKind
 from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
-from autopar.sharding.placement import Layout, R, local_shape
-from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
+from autopar.sharding.programs import LocalPrograms, StagePrograms
+from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
-from cost_models.memory import (
-    optimizer_state_bytes,
-    peak_transient_bytes,
-    saved_bytes,
-    saved_storages,
-)
-from cost_models.simulate import StageSeconds, simulate
+from cost_models.memory_timeline import StageMemory
+from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +29,8 @@ class StageFigures:
 
     Attributes:
         time: Seconds.
-        memory: Bytes on one of its devices, as if it were alone there.
+        memory: Bytes on one of its devices, as if it were alone there; each part at its largest.
+        held: The same for a timeline.
         collectives: Calls and bytes per step.
         num_in_flight: Most micro-batches alive at once.
         parameters: Elements of the parameters that it owns.
@@ -42,6 +38,7 @@ class StageFigures:
 
     time: TimeParts
     memory: MemoryParts
+    held: StageMemory
     collectives: tuple[CollectiveTotal, ...]
     num_in_flight: int
     parameters: int
@@ -55,11 +52,13 @@ class ExactFigures:
         step_s: Seconds of a step, optimizer included.
         rank_bytes: Peak per pipeline rank.
         stages: By stage.
+        simulation: The step up to the last reduction, without the optimizer's.
     """
 
     step_s: float
     rank_bytes: tuple[int, ...]
     stages: tuple[StageFigures, ...]
+    simulation: Simulation
 
     @property
     def peak_bytes(self) -> int:
@@ -144,6 +143,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         step_s=makespan_s + finish_s + update_s,
         rank_bytes=_rank_bytes(stages, mesh),
         stages=tuple(stages),
+        simulation=run,
     )
 
 
@@ -208,19 +208,6 @@ def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
     return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
 
 
-def _output_bytes(programs: LocalPrograms, stage: int, mesh: MeshShape) -> int:
-    """Bytes of the outputs that a call returns whole, once per rank.
-
-    Where they are made, the micro-batches' parts are alive beside what they are joined to.
-    """
-    found = 0
-    for result in programs.results:
-        if result.kind is OutputKind.OUTPUT:
-            found += result.spec.meta.bytes * (result.stage == stage)
-            found += result.spec.meta.bytes * (stage < mesh.pp)
-    return found
-
-
 def _stage(
     programs: LocalPrograms,
     stage: StagePrograms,
@@ -242,7 +229,7 @@ def _stage(
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]
     trained = [p for p in own if p.owner == stage.index and p.requires_grad]
-    updated_bytes = sum(_local_bytes(p.meta, p.storage, programs) for p in trained)
+    updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
     update_s: float | None = None
     if isinstance(setting.model, HostCosts):
         update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
@@ -257,6 +244,15 @@ def _stage(
         ActionKind.SYNC_TIED: tied_s,
     }
     seconds = StageSeconds(forward_s=forward.total_s, backward_s=backward.total_s, once_s=once)
+    held = stage_memory(
+        programs,
+        stage,
+        own,
+        zero_level=level,
+        num_microbatches=count,
+        optimizer=setting.optimizer,
+        pp=setting.mesh.pp,
+    )
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -267,7 +263,8 @@ def _stage(
             unshard_s=unshard.total_s,
             optimizer_s=update_s,
         ),
-        memory=_memory(programs, stage, own, setting, flights[stage.index]),
+        memory=held.at_most(flights[stage.index]),
+        held=held,
         collectives=_merged(
             [
                 total
@@ -287,7 +284,7 @@ def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> floa
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
     return sum(
-        setting.model.collective_time_s("p2p", _local_bytes(p.meta, p.storage, programs), ends)
+        setting.model.collective_time_s("p2p", local_bytes(p.meta, p.storage, programs), ends)
         for p in programs.params.values()
         if len(p.stages) > 1 and stage in p.stages
     )
@@ -308,71 +305,3 @@ def _merged(totals: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...]:
             time_s=total.time_s + (old.time_s if old else 0.0),
         )
     return tuple(table[key] for key in sorted(table))
-
-
-def _local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> int:
-    space = (R, *layout[1:]) if len(layout) == len(AXES) else layout
-    return TensorMeta(local_shape(meta.shape, space, programs.axis_sizes), meta.dtype).bytes
-
-
-def _memory(
-    programs: LocalPrograms,
-    stage: StagePrograms,
-    own: Sequence[ParamSpec],
-    setting: Setting,
-    flight: int,
-) -> MemoryParts:
-    level = setting.zero_levels[stage.index]
-    params = grads = optimizer = 0
-    for param in own:
-        stored = _local_bytes(param.meta, param.storage, programs)
-        compute = _local_bytes(param.compute_meta, param.compute, programs)
-        summed = _local_bytes(param.grad_meta, param.compute, programs)
-        if param.parts:
-            compute = sum(_local_bytes(p.meta, p.compute, programs) for p in param.parts)
-            dtype = param.grad_meta.dtype
-            metas = [(TensorMeta(p.meta.shape, dtype), p.compute) for p in param.parts]
-            summed = sum(_local_bytes(meta, layout, programs) for meta, layout in metas)
-        is_copied = bool(param.parts) or (param.storage, param.meta) != (
-            param.compute,
-            param.compute_meta,
-        )
-        params += stored + (compute if is_copied else 0)
-        if param.requires_grad:
-            at_rest = _local_bytes(param.grad_meta, param.storage, programs)
-            grads += at_rest if level >= 2 else summed
-            if param.owner == stage.index:
-                shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
-                meta = TensorMeta(shape, param.meta.dtype)
-                optimizer += optimizer_state_bytes(setting.optimizer, meta)
-    groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
-    transient = max(
-        peak_transient_bytes(stage.forward),
-        peak_transient_bytes(stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups),
-        peak_transient_bytes(stage.reduce, freed_inputs=(InputKind.GRAD,)),
-    )
-    received = sum(
-        i.meta.bytes
-        for graph in (stage.forward, stage.backward)
-        for i in graph.inputs
-        if i.kind is InputKind.RECV and i.meta is not None
-    )
-    held = sum(
-        i.meta.bytes
-        for i in stage.forward.inputs
-        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT, InputKind.PROLOGUE)
-        and i.meta is not None
-    )
-    users = sum(
-        i.meta.bytes * setting.num_microbatches
-        for i in stage.forward.inputs
-        if i.kind is InputKind.USER and i.meta is not None
-    )
-    return MemoryParts(
-        params_bytes=params,
-        grads_bytes=grads,
-        optimizer_bytes=optimizer,
-        activations_bytes=flight * saved_bytes(stage.forward),
-        transient_bytes=transient,
-        buffers_bytes=received + held + users + _output_bytes(programs, stage.index, setting.mesh),
-    )

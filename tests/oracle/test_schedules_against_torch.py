@@ -8,6 +8,7 @@ import pytest
 
 from autopar.plan.schedule import compute_order
 from autopar.plan.types import ScheduleKind
+from autopar.plan.zero_bubble import eager_1f1b_order, zero_bubble_h1_order, zero_bubble_v_order
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -78,3 +79,50 @@ def test_torch_finds_uneven_rounds_valid(kind):
         rank: [schedules._Action.from_str(str(c)) for c in row] for rank, row in enumerate(order)
     }
     assert len(schedules._validate_schedule(table, 4, 8, 9)) == 8
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches"), [(1, 3), (2, 2), (4, 8), (4, 4), (3, 7), (4, 2)]
+)
+def test_zero_bubble_h1_equals_torch(pp, num_microbatches):
+    needs(schedules.ScheduleInterleavedZeroBubble, "_calculate_single_rank_operations")
+    ours = zero_bubble_h1_order(pp, num_microbatches)
+    rounds = max(1, num_microbatches // pp)
+    theirs = SimpleNamespace(
+        n_local_stages=1,
+        pp_group_size=pp,
+        _n_microbatches=num_microbatches,
+        microbatches_per_round=num_microbatches // rounds,
+    )
+    for rank in range(pp):
+        ops = schedules.ScheduleInterleavedZeroBubble._calculate_single_rank_operations(
+            theirs, rank
+        )
+        assert [str(c) for c in ours[rank]] == texts(ops)
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches"), [(1, 1), (2, 3), (2, 2), (4, 8), (4, 5), (3, 9)]
+)
+def test_zero_bubble_v_equals_torch(pp, num_microbatches):
+    needs(schedules.ScheduleZBVZeroBubble, "_calculate_single_rank_operations")
+    ours = zero_bubble_v_order(pp, num_microbatches)
+    theirs = SimpleNamespace(pp_group_size=pp, num_stages=2 * pp, _n_microbatches=num_microbatches)
+    for rank in range(pp):
+        ops = schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(theirs, rank)
+        assert [str(c) for c in ours[rank]] == texts(ops)
+
+
+def test_torch_finds_split_backwards_and_deep_warm_ups_valid():
+    needs(schedules, "_validate_schedule", "_Action")
+    cases = [
+        (zero_bubble_h1_order(4, 9), 4),
+        (zero_bubble_v_order(4, 9), 8),
+        (eager_1f1b_order([7, 5, 3, 1], 9), 4),
+    ]
+    for order, num_stages in cases:
+        table = {
+            rank: [schedules._Action.from_str(str(c)) for c in row]
+            for rank, row in enumerate(order)
+        }
+        assert len(schedules._validate_schedule(table, 4, num_stages, 9)) == num_stages

@@ -1,0 +1,119 @@
+"""The bytes of a stage from the programs that its devices will run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.graph import InputKind, OutputKind, TensorMeta
+from autopar.plan.actions import ActionKind
+from autopar.sharding.placement import Layout, R, local_shape
+from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
+from cost_models.memory import optimizer_state_bytes, saved_bytes, saved_storages
+from cost_models.memory_timeline import StageMemory, program_memory
+
+
+def local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> int:
+    """Bytes of a rank's block of a tensor."""
+    space = (R, *layout[1:]) if len(layout) == len(AXES) else layout
+    return TensorMeta(local_shape(meta.shape, space, programs.axis_sizes), meta.dtype).bytes
+
+
+def stage_memory(
+    programs: LocalPrograms,
+    stage: StagePrograms,
+    own: Sequence[ParamSpec],
+    *,
+    zero_level: int,
+    num_microbatches: int,
+    optimizer: str,
+    pp: int,
+) -> StageMemory:
+    """What a stage takes on one of its devices.
+
+    Args:
+        programs: The localized plan.
+        stage: The stage.
+        own: Parameters that it uses.
+        zero_level: Of its parameters.
+        num_microbatches: Per step.
+        optimizer: For the bytes of its state.
+        pp: Pipeline ranks.
+    """
+    resting = gathered = grads = unreduced = state = 0
+    for param in own:
+        stored = local_bytes(param.meta, param.storage, programs)
+        compute = local_bytes(param.compute_meta, param.compute, programs)
+        summed = local_bytes(param.grad_meta, param.compute, programs)
+        if param.parts:
+            compute = sum(local_bytes(p.meta, p.compute, programs) for p in param.parts)
+            dtype = param.grad_meta.dtype
+            metas = [(TensorMeta(p.meta.shape, dtype), p.compute) for p in param.parts]
+            summed = sum(local_bytes(meta, layout, programs) for meta, layout in metas)
+        is_copied = bool(param.parts) or (param.storage, param.meta) != (
+            param.compute,
+            param.compute_meta,
+        )
+        resting += stored
+        gathered += compute if is_copied else 0
+        if param.requires_grad:
+            at_rest = local_bytes(param.grad_meta, param.storage, programs)
+            grads += at_rest if zero_level >= 2 else summed
+            unreduced += summed if zero_level >= 2 else 0
+            if param.owner == stage.index:
+                shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
+                meta = TensorMeta(shape, param.meta.dtype)
+                state += optimizer_state_bytes(optimizer, meta)
+    groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
+    return StageMemory(
+        params_bytes=resting,
+        gathered_bytes=gathered,
+        grads_bytes=grads,
+        unreduced_bytes=unreduced,
+        optimizer_bytes=state,
+        buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp),
+        saved_bytes=saved_bytes(stage.forward),
+        programs={
+            ActionKind.FORWARD: program_memory(stage.forward),
+            ActionKind.BACKWARD: program_memory(
+                stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups
+            ),
+            ActionKind.REDUCE_GRAD: program_memory(stage.reduce, freed_inputs=(InputKind.GRAD,)),
+        },
+    )
+
+
+def _buffers_bytes(
+    programs: LocalPrograms, stage: StagePrograms, num_microbatches: int, pp: int
+) -> int:
+    """Messages, module buffers, arguments of the whole step, outputs."""
+    received = sum(
+        i.meta.bytes
+        for graph in (stage.forward, stage.backward)
+        for i in graph.inputs
+        if i.kind is InputKind.RECV and i.meta is not None
+    )
+    held = sum(
+        i.meta.bytes
+        for i in stage.forward.inputs
+        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT, InputKind.PROLOGUE)
+        and i.meta is not None
+    )
+    users = sum(
+        i.meta.bytes * num_microbatches
+        for i in stage.forward.inputs
+        if i.kind is InputKind.USER and i.meta is not None
+    )
+    return received + held + users + _output_bytes(programs, stage.index, pp)
+
+
+def _output_bytes(programs: LocalPrograms, stage: int, pp: int) -> int:
+    """Bytes of the outputs that a call returns whole, once per rank.
+
+    Where they are made, the micro-batches' parts are alive beside what they are joined to.
+    """
+    found = 0
+    for result in programs.results:
+        if result.kind is OutputKind.OUTPUT:
+            found += result.spec.meta.bytes * (result.stage == stage)
+            found += result.spec.meta.bytes * (stage < pp)
+    return found

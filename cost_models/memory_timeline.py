@@ -1,0 +1,379 @@
+"""Bytes on a device over a simulated step: by part, at every moment, and the moment of the peak.
+
+What a stage holds from the first to the last action (parameters, optimizer state, buffers) is
+given; everything else follows the spans. Saved values live from the start of a micro-batch's
+forward to the end of its backward, gathered parameters from UNSHARD to RESHARD, transients as the
+program's own liveness says (:mod:`cost_models.liveness`) while it runs. A program's operators are
+spread over its span by their seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from autopar.errors import ConfigError
+from autopar.ir.graph import Graph, InputKind, Node
+from autopar.plan.actions import Action, ActionKind
+from autopar.plan.types import MemoryParts
+from cost_models.liveness import liveness
+from cost_models.spans import Simulation, Span
+
+K = ActionKind
+_WORDS = {
+    K.FORWARD: "forward",
+    K.BACKWARD: "backward",
+    K.BACKWARD_INPUT: "backward of the inputs",
+    K.BACKWARD_WEIGHT: "backward of the weights",
+    K.REDUCE_GRAD: "reduction of gradients",
+    K.OPTIMIZER: "optimizer step",
+    K.UNSHARD: "gathering of parameters",
+    K.PROLOGUE: "prologue",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """What a program holds while it runs, beyond what is counted for the stage.
+
+    Attributes:
+        timeline: Bytes during each operator, in order; may be negative where inputs were freed.
+        nodes: The operators; empty if they have no names.
+        seconds: Of each operator, on any scale; equal ones if empty.
+    """
+
+    timeline: tuple[int, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, found in (("operators", self.nodes), ("seconds", self.seconds)):
+            if found and len(found) != len(self.timeline):
+                raise ConfigError(
+                    f"ProgramMemory: {len(self.timeline)} moments but {len(found)} {name}; give "
+                    "one for each, or none"
+                )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most, at least 0."""
+        return max(0, max(self.timeline, default=0))
+
+    @property
+    def peak_at(self) -> int | None:
+        """Which operator runs then; None if nothing is ever allocated."""
+        return self.timeline.index(self.peak_bytes) if self.peak_bytes > 0 else None
+
+    def shares(self) -> list[float]:
+        """Where each operator begins, as a share of the program's time."""
+        weights = self.seconds or (1.0,) * len(self.timeline)
+        total = sum(weights)
+        if total <= 0:
+            weights, total = (1.0,) * len(self.timeline), float(len(self.timeline))
+        return [0.0, *(done / total for done in accumulate(weights))][: len(self.timeline)]
+
+    def operator_words(self, position: int) -> str:
+        """Such as ``"aten.mm of layers.5.mlp"``; "" if operators have no names."""
+        if not self.nodes:
+            return ""
+        node = self.nodes[position]
+        name = node.op.removesuffix(".default")
+        return f"{name} of {node.scope}" if node.scope else name
+
+
+def program_memory(
+    graph: Graph,
+    *,
+    freed_inputs: Collection[InputKind] = (),
+    input_groups: Mapping[str, str] | None = None,
+    op_time_s: Callable[[Node], float] | None = None,
+) -> ProgramMemory:
+    """The memory of a program.
+
+    Args:
+        graph: The program.
+        freed_inputs: As of :func:`cost_models.liveness.liveness`.
+        input_groups: As there.
+        op_time_s: Seconds of an operator; equal ones if left out.
+    """
+    found = liveness(graph, freed_inputs=freed_inputs, input_groups=input_groups)
+    seconds = tuple(map(op_time_s, graph.nodes)) if op_time_s is not None else ()
+    return ProgramMemory(found.timeline, tuple(graph.nodes), seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage takes on one of its devices.
+
+    Attributes:
+        params_bytes: Parameters that are there all the time.
+        gathered_bytes: Parameters that are there from UNSHARD to RESHARD.
+        grads_bytes: Gradient accumulators.
+        has_lasting_grads: Whether the accumulators are there all the time; else from the end of
+            the first backward on.
+        unreduced_bytes: Gradients of one micro-batch, from the end of its backward to the end of
+            its reduction, where the accumulators do not hold them.
+        optimizer_bytes: Optimizer state.
+        buffers_bytes: Module buffers, messages, arguments, outputs.
+        saved_bytes: What one micro-batch keeps from its forward to its backward.
+        weight_saved_bytes: What of it, and of the gradients between operators, is kept from ``I``
+            to ``W`` where the backward is split.
+        offloaded_bytes: What of it is in host memory from the end of OFFLOAD to the start of
+            RELOAD.
+        programs: Transients while an action of a kind runs.
+    """
+
+    params_bytes: int = 0
+    gathered_bytes: int = 0
+    grads_bytes: int = 0
+    has_lasting_grads: bool = True
+    unreduced_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffers_bytes: int = 0
+    saved_bytes: int = 0
+    weight_saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    programs: Mapping[ActionKind, ProgramMemory] = field(default_factory=dict)
+
+    def at_most(self, num_in_flight: int) -> MemoryParts:
+        """An upper bound of every moment: each part at its largest.
+
+        Args:
+            num_in_flight: Most micro-batches alive at once.
+        """
+        return MemoryParts(
+            params_bytes=self.params_bytes + self.gathered_bytes,
+            grads_bytes=self.grads_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            activations_bytes=num_in_flight * self.saved_bytes,
+            transient_bytes=max((p.peak_bytes for p in self.programs.values()), default=0),
+            buffers_bytes=self.buffers_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """What is alive from a moment on.
+
+    Attributes:
+        second: The moment.
+        parts: Bytes by part; ``transient_bytes`` is below 0 where a backward has freed more than
+            it made, and counts gradients that wait for their reduction.
+        where: What the device does then, in words; "" between actions.
+    """
+
+    second: float
+    parts: MemoryParts
+    where: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return self.parts.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Memory of one device (of each of a pipeline rank's devices) over a step.
+
+    Attributes:
+        rank: Pipeline rank.
+        points: In order of time; each holds until the next.
+        reserve_factor: What the allocator reserves, over what is alive.
+    """
+
+    rank: int
+    points: tuple[MemoryPoint, ...]
+    reserve_factor: float = 1.0
+
+    @property
+    def peak(self) -> MemoryPoint:
+        """The first moment of the most bytes."""
+        return max(self.points, key=lambda p: p.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are alive at once."""
+        return self.peak.total_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator takes from the device for it."""
+        return round(self.peak_bytes * self.reserve_factor)
+
+    def at(self, second: float) -> MemoryPoint:
+        """What is alive at a moment (before the first one: at the first one)."""
+        position = bisect_right(self.points, second, key=lambda p: p.second)
+        return self.points[max(0, position - 1)]
+
+
+def memory_timelines(
+    simulation: Simulation,
+    stages: Sequence[StageMemory],
+    *,
+    reserve_factor: float = 1.0,
+    every_operator: bool = False,
+) -> tuple[MemoryTimeline, ...]:
+    """Memory over time, one for each pipeline rank.
+
+    Args:
+        simulation: When what happens.
+        stages: Bytes by stage.
+        reserve_factor: What a caching allocator reserves over what is alive, at least 1: measured
+            on the target, or 1.
+        every_operator: A point for every operator; else three for a program: its start, its most
+            and its end.
+
+    Raises:
+        ConfigError: A stage has no bytes, or ``reserve_factor`` is below 1.
+    """
+    if not reserve_factor >= 1:
+        raise ConfigError(
+            f"memory_timelines: reserve_factor is {reserve_factor}, must be at least 1: an "
+            "allocator reserves no less than what is alive"
+        )
+    made = []
+    for rank, spans in enumerate(simulation.by_rank):
+        own = [s for s in spans if s.rank == rank and s.peer is None]
+        for span in own:
+            if span.action.stage >= len(stages):
+                raise ConfigError(
+                    f"memory_timelines: rank {rank} runs {span.action}, but bytes are given for "
+                    f"{len(stages)} stages"
+                )
+        device = _Device(stages, {s.action.stage for s in own}, every_operator)
+        made.append(MemoryTimeline(rank, device.points(own), reserve_factor))
+    return tuple(made)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One action: from the start of its first part to the end of the last that holds it back."""
+
+    action: Action
+    start_s: float
+    end_s: float
+    is_only_overlapping: bool
+
+
+def _runs(spans: Sequence[Span]) -> Iterator[_Run]:
+    """The actions of a rank, in order."""
+    found: dict[int, _Run] = {}
+    for span in spans:
+        run = found.get(span.position)
+        if run is None:
+            found[span.position] = _Run(span.action, span.start_s, span.end_s, span.overlaps)
+        elif run.is_only_overlapping or not span.overlaps:
+            if not span.overlaps:
+                run.is_only_overlapping = False
+            run.end_s = max(run.end_s, span.end_s)
+    for position in sorted(found):
+        yield found[position]
+
+
+class _Device:
+    """Bytes of one device while its actions are gone through."""
+
+    def __init__(
+        self, stages: Sequence[StageMemory], own: Collection[int], every_operator: bool
+    ) -> None:
+        self.stages = stages
+        self.every_operator = every_operator
+        held = [stages[s] for s in own]
+        self.lasting = MemoryParts(
+            params_bytes=sum(s.params_bytes for s in held),
+            grads_bytes=sum(s.grads_bytes for s in held if s.has_lasting_grads),
+            optimizer_bytes=sum(s.optimizer_bytes for s in held),
+            buffers_bytes=sum(s.buffers_bytes for s in held),
+        )
+        self.with_grads = {s for s in own if stages[s].has_lasting_grads}
+        self.gathered: set[int] = set()
+        self.unreduced: set[tuple[int, int | None]] = set()
+
+    def points(self, spans: Sequence[Span]) -> tuple[MemoryPoint, ...]:
+        """The step function."""
+        # what ends at a moment does so before the action that follows starts
+        moments: list[tuple[float, int, bool, _Run]] = []
+        for number, run in enumerate(_runs(spans)):
+            moments += [(run.start_s, number, False, run), (run.end_s, number, True, run)]
+        moments.sort(key=lambda m: m[:3])
+        state = {"params": 0, "grads": 0, "saved": 0, "waiting": 0}
+        found = [MemoryPoint(0.0, self.lasting)]
+        for second, _, is_end, run in moments:
+            change = self._end(run.action) if is_end else self._begin(run.action)
+            for part, size in change:
+                state[part] += size
+            parts = replace(
+                self.lasting,
+                params_bytes=self.lasting.params_bytes + state["params"],
+                grads_bytes=self.lasting.grads_bytes + state["grads"],
+                activations_bytes=state["saved"],
+                transient_bytes=state["waiting"],
+            )
+            found.append(MemoryPoint(second, parts, "" if is_end else _words(run.action)))
+            if not is_end:
+                found += self._inside(run, parts)
+        return tuple(found)
+
+    def _begin(self, action: Action) -> Iterator[tuple[str, int]]:
+        stage = self.stages[action.stage]
+        match action.kind:
+            case K.UNSHARD if action.stage not in self.gathered:
+                self.gathered.add(action.stage)
+                yield "params", stage.gathered_bytes
+            case K.FORWARD:
+                yield "saved", stage.saved_bytes
+            case K.RELOAD:
+                yield "saved", stage.offloaded_bytes
+
+    def _end(self, action: Action) -> Iterator[tuple[str, int]]:
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        match action.kind:
+            case K.RESHARD if action.stage in self.gathered:
+                self.gathered.discard(action.stage)
+                yield "params", -stage.gathered_bytes
+            case K.OFFLOAD:
+                yield "saved", -stage.offloaded_bytes
+            case K.BACKWARD_INPUT:
+                yield "saved", stage.weight_saved_bytes - stage.saved_bytes
+            case K.BACKWARD | K.BACKWARD_WEIGHT:
+                is_whole = action.kind is K.BACKWARD
+                yield "saved", -(stage.saved_bytes if is_whole else stage.weight_saved_bytes)
+                if action.stage not in self.with_grads:
+                    self.with_grads.add(action.stage)
+                    yield "grads", stage.grads_bytes
+                self.unreduced.add(key)
+                yield "waiting", stage.unreduced_bytes
+            case K.REDUCE_GRAD:
+                done = {k for k in self.unreduced if k[0] == key[0] and key[1] in (k[1], None)}
+                self.unreduced -= done
+                yield "waiting", -len(done) * stage.unreduced_bytes
+
+    def _inside(self, run: _Run, parts: MemoryParts) -> Iterator[MemoryPoint]:
+        program = self.stages[run.action.stage].programs.get(run.action.kind)
+        if program is None or not program.timeline:
+            return
+        starts = program.shares()
+        if self.every_operator:
+            chosen: Sequence[int] = range(len(starts))
+        else:
+            peak = max(range(len(starts)), key=program.timeline.__getitem__)
+            chosen = sorted({0, peak, min(peak + 1, len(starts) - 1), len(starts) - 1})
+        for position in chosen:
+            size = parts.transient_bytes + program.timeline[position]
+            where = _words(run.action)
+            operator = program.operator_words(position)
+            yield MemoryPoint(
+                run.start_s + starts[position] * (run.end_s - run.start_s),
+                replace(parts, transient_bytes=size),
+                f"{where}, at {operator}" if operator else where,
+            )
+
+
+def _words(action: Action) -> str:
+    """Such as ``"stage 0, backward of micro-batch 3"``."""
+    what = _WORDS.get(action.kind, action.kind.value)
+    of = "" if action.microbatch is None else f" of micro-batch {action.microbatch}"
+    return f"stage {action.stage}, {what}{of}"
