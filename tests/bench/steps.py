@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,11 +19,16 @@ import torch.distributed as dist
 
 import autopar
 from autopar.api.profiling import profile_machine
-from autopar.capture.tracing import capture
+from autopar.capture.tracing import Captured, capture
 from autopar.cluster import parse_devices
 from autopar.errors import AutoparError
+from autopar.plan.decisions import decisions_of
+from autopar.plan.types import Plan
+from autopar.sharding.build import localize, signatures_of
+from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.force import forced_plan
 from cost_models.local import local_cluster
+from cost_models.memory_timeline import memory_timelines
 from cost_models.profile import Profile
 from cost_models.profiled import ProfiledCostModel
 from tests.bench.live_bytes import peak_allocated_bytes, storage_bytes
@@ -96,9 +102,29 @@ def measured(
         "predicted_s": plan.time_s,
         "measured_s": max(gathered(median(times))),
         "spread_s": max(times) - min(times),
-        "predicted_bytes": plan.peak_bytes,
+        "predicted_bytes": live_bytes(captured, plan, prices),
         "measured_bytes": max(gathered(peak)),
     }
+
+
+def live_bytes(captured: Captured, plan: Plan, prices: ProfiledCostModel) -> int:
+    """Most bytes over the simulated step of a loop that sets gradients to None after each."""
+    decisions = decisions_of(plan, captured.graph)
+    programs = localize(captured.graph, decisions, signatures_of(captured.graph))
+    setting = Setting(
+        cluster=prices.cluster,
+        model=prices,
+        mesh=plan.mesh,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        zero_levels=tuple(stage.zero_level for stage in plan.stages),
+        optimizer=plan.optimizer,
+        optimizer_s_per_byte=0.0,
+    )
+    figures = exact_figures(programs, setting)
+    held = [replace(stage.held, has_lasting_grads=False) for stage in figures.stages]
+    timelines = memory_timelines(figures.simulation, held, every_operator=True)
+    return max(timeline.peak_bytes for timeline in timelines)
 
 
 def timed(step) -> float:
