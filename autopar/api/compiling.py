@@ -410,7 +410,7 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         constraints=order.constraints.for_solver(),
         optimizer=order.optimizer if captured.training else "none",
         memory_limit_bytes=None,
-        cost_model=prices_for(order.cluster),
+        cost_model=prices_for(order.cluster, graph=captured.graph),
         progress=lambda line: logger.debug("%s", line),
         time_limit_s=order.time_limit_s,
     )

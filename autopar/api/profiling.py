@@ -14,11 +14,13 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ConfigError
+from autopar.ir.graph import Graph
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
 from cost_models.local import gpu_cluster
 from cost_models.profile import (
     Point,
+    PointKind,
     Profile,
     check_same_machine,
     load_profile,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 60.0
+UNSEEN_S = 5.0  # for operators that are measured while a plan is made
 Build = Callable[[], tuple["torch.nn.Module", object]]
 """Makes the model and one global batch whose operators are measured."""
 
@@ -47,20 +50,48 @@ def saved_profile() -> Profile | None:
     return load_profile(path) if path.exists() else None
 
 
-def prices_for(cluster: Cluster, profile: Profile | None = None) -> CostModel:
+def prices_for(
+    cluster: Cluster, profile: Profile | None = None, graph: Graph | None = None
+) -> CostModel:
     """Prices for a cluster: measured ones where it is this machine and was profiled.
 
     Args:
         cluster: What is planned for.
         profile: Of this machine; the saved one if left out.
+        graph: What is planned: those of its operators that the saved profile does not know are
+            measured now, for a few seconds, and added to it.
 
     Raises:
         ConfigError: The saved profile is damaged, or has too few points for a fit.
     """
-    profile = profile or saved_profile()
-    if profile is None or not _is_of(cluster, profile):
+    found = profile or saved_profile()
+    if found is None or not _is_of(cluster, found):
         return AnalyticCostModel(cluster)
-    return ProfiledCostModel(cluster, profile)
+    if graph is not None:
+        found = _completed(found, graph, is_saved=profile is None)
+    return ProfiledCostModel(cluster, found)
+
+
+def _completed(profile: Profile, graph: Graph, *, is_saved: bool) -> Profile:
+    """``profile`` with the operators of ``graph`` that it lacked, if it is of this device."""
+    from autopar.runtime.op_alone import operator_points, unseen_operators
+    from cost_models.measure import describe_machine, local_meter
+
+    try:
+        check_same_machine(profile, describe_machine(profile.num_threads), where="the profile")
+    except ConfigError as error:
+        logger.warning("operators that the profile lacks are not measured: %s", error)
+        return profile
+    known = {p.name.partition("(")[0] for p in profile.of_kind(PointKind.OP)}
+    nodes = unseen_operators(graph, known)
+    points = operator_points(graph, nodes, local_meter(), budget_s=UNSEEN_S) if nodes else []
+    if not points:
+        return profile
+    logger.info("%d operators that the profile lacked were measured", len(points))
+    profile = profile.with_points(points)
+    if is_saved:
+        save_profile(profile, profile_cache_path())
+    return profile
 
 
 def _is_of(cluster: Cluster, profile: Profile) -> bool:
