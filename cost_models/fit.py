@@ -198,7 +198,8 @@ def fit_memory(points: Sequence[Point], launch_s: float) -> MemoryCurve:
     for size, times in sorted(by_size.items()):
         time_s = median(times)
         # of a pass no longer than a launch, half is taken to be the launch
-        levels.append((size, size / (time_s - min(launch_s, time_s / 2))))
+        moving_s = time_s - launch_s if time_s > 1.05 * launch_s else time_s / 2
+        levels.append((size, size / moving_s))
     return MemoryCurve(levels=tuple(levels), launch_s=launch_s)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -205,7 +207,7 @@ def _with_model(
 
 
 def _join_job() -> None:
-    """Set up the process group of a launched job."""
+    """Set up the process group of a launched job, and leave it when the process ends."""
     import torch
     import torch.distributed as dist
 
@@ -214,12 +216,19 @@ def _join_job() -> None:
     if not is_launched() or dist.is_initialized():
         return
     if torch.cuda.is_available():
-        import os
-
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
+    # an interpreter that ends while a thread is inside a backend aborts the process
+    atexit.register(_leave_job)
+
+
+def _leave_job() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _on_rank_0(make: Callable[[], Profile | None]) -> Profile | None:
