@@ -48,6 +48,10 @@ class CostModel(Protocol):
 class HostCosts(Protocol):
     """What a cost model may know beside operators and collectives: what surrounds the programs."""
 
+    def in_bursts(self) -> CostModel:
+        """The same prices, for collectives that are all issued before the first is waited for."""
+        ...
+
     def optimizer_time_s(self, name: str, num_tensors: int, num_bytes: float) -> float | None:
         """Seconds of an optimizer's step on one rank; None if it is not known.
 

@@ -1,12 +1,14 @@
 """Micro-benchmarks of collectives: over sizes, groups inside and across nodes, beside computing.
 
 Groups of equal size go at the same time, as sister groups of a mesh do, and every collective runs
-in the form in which a program runs it: issued, then waited for, an all-reduce on a copy.
+in the form in which a program runs it: issued, then waited for, an all-reduce on a copy. Gradients
+are reduced and parameters gathered all at once; so bursts, of which all are issued before the first
+is waited for, are measured apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +17,12 @@ import torch.distributed as dist
 from autopar.errors import ConfigError
 from autopar.units import KIB, MIB
 from cost_models.measure_meter import Meter, Run, Task
-from cost_models.profile import Key, Point, PointKind
+from cost_models.profile import Key, Point, PointKind, burst_name
 
 K = PointKind
 PAYLOAD_BYTES = (1 * KIB, 1 * MIB, 64 * KIB, 8 * MIB, 256 * KIB)
+BURST_BYTES = (1 * KIB, 1 * MIB, 64 * KIB)
+BURST = 16  # collectives that are issued before the first is waited for
 BESIDE_BYTES = 1 * MIB
 BESIDE_EDGE = 256
 ITEM_BYTES = 4
@@ -118,25 +122,34 @@ class Collectives:
         """Every kind over every size and group, small and telling ones first."""
         for payload_bytes in PAYLOAD_BYTES:
             for shape in self._shapes:
-                for kind in _MAKERS:
-                    if kind is not K.P2P or shape.size == 2:
-                        yield self._task(kind, payload_bytes, shape)
+                for kind in _ISSUERS:
+                    yield self._task(kind, payload_bytes, shape)
+                if shape.size == 2:
+                    yield self._task(K.P2P, payload_bytes, shape)
+                if payload_bytes in BURST_BYTES:
+                    for kind in BURST_KINDS:
+                        yield self._task(kind, payload_bytes, shape, is_burst=True)
 
-    def _task(self, kind: PointKind, payload_bytes: int, shape: GroupShape) -> Task:
-        group, make = self._own[shape], _MAKERS[kind]
+    def _task(
+        self, kind: PointKind, payload_bytes: int, shape: GroupShape, *, is_burst: bool = False
+    ) -> Task:
+        group = self._own[shape]
 
         def prepare() -> Run | None:
             if group is None:
                 return None
-            return make(payload_bytes, group, shape, self._meter)
+            if kind is K.P2P:
+                return _ping_pong(payload_bytes, shape, self._meter)
+            issue = _ISSUERS[kind](payload_bytes, group, shape, self._meter)
+            return _burst(issue) if is_burst else _waited(issue)
 
         return Task(
             kind=kind,
             prepare=prepare,
             sizes=(payload_bytes, shape.size),
-            name=shape.name,
+            name=burst_name(shape.name) if is_burst else shape.name,
             busy=shape.busy,
-            runs=2 if kind is K.P2P else 1,
+            runs=BURST if is_burst else 2 if kind is K.P2P else 1,
         )
 
     def measure_interference(self, known: frozenset[Key], keep: Callable[[Point], None]) -> None:
@@ -164,9 +177,9 @@ class Collectives:
             compute = _repeated(square, count)
             runs: dict[str, Run] = {"comm": lambda: None, "compute": compute, "both": compute}
             if group is not None:
-                tensor = torch.zeros(BESIDE_BYTES // ITEM_BYTES, device=self._meter.device)
-                runs["comm"] = _all_reduced(tensor, group)
-                runs["both"] = _all_reduced(tensor, group, compute)
+                issue = _all_reduce(BESIDE_BYTES, group, shape, self._meter)
+                runs["comm"] = _waited(issue)
+                runs["both"] = _beside(issue, compute)
             for name, run in runs.items():
                 keep(
                     self._meter.measure(
@@ -188,11 +201,32 @@ def _repeated(square: torch.Tensor, count: int) -> Run:
     return run
 
 
-def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup, beside: Run | None = None) -> Run:
+Issue = Callable[[], tuple[dist.Work, torch.Tensor]]
+"""Starts a collective; the tensor must live until it is done."""
+Issuer = Callable[[int, dist.ProcessGroup, GroupShape, Meter], Issue]
+
+
+def _waited(issue: Issue) -> Run:
     def run() -> None:
-        work = _work(dist.all_reduce(tensor.clone(), group=group, async_op=True))
-        if beside is not None:
-            beside()
+        work, _ = issue()
+        work.wait()
+
+    return run
+
+
+def _burst(issue: Issue) -> Run:
+    def run() -> None:
+        started = [issue() for _ in range(BURST)]
+        for work, _ in started:
+            work.wait()
+
+    return run
+
+
+def _beside(issue: Issue, compute: Run) -> Run:
+    def run() -> None:
+        work, _ = issue()
+        compute()
         work.wait()
 
     return run
@@ -204,65 +238,68 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-Maker = Callable[[int, dist.ProcessGroup, GroupShape, Meter], Run]
+def _all_reduce(payload_bytes: int, group: dist.ProcessGroup, _: GroupShape, meter: Meter) -> Issue:
+    whole = _zeros(payload_bytes, meter)
 
+    def issue() -> tuple[dist.Work, torch.Tensor]:
+        result = whole.clone()
+        return _work(dist.all_reduce(result, group=group, async_op=True)), result
 
-def _all_reduce(payload_bytes: int, group: dist.ProcessGroup, _: GroupShape, meter: Meter) -> Run:
-    return _all_reduced(_zeros(payload_bytes, meter), group)
+    return issue
 
 
 def _all_gather(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Run:
+) -> Issue:
     share = _zeros(payload_bytes // shape.size, meter)
     gather = _newest("all_gather_single", "all_gather_into_tensor")
 
-    def run() -> None:
+    def issue() -> tuple[dist.Work, torch.Tensor]:
         gathered = share.new_empty(share.numel() * shape.size)
-        _work(gather(gathered, share, group=group, async_op=True)).wait()
+        return _work(gather(gathered, share, group=group, async_op=True)), gathered
 
-    return run
+    return issue
 
 
 def _reduce_scatter(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Run:
+) -> Issue:
     share = max(1, payload_bytes // ITEM_BYTES // shape.size)
     whole = _zeros(share * shape.size * ITEM_BYTES, meter)
     scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
-    def run() -> None:
+    def issue() -> tuple[dist.Work, torch.Tensor]:
         block = whole.new_empty(share)
-        _work(scatter(block, whole, group=group, async_op=True)).wait()
+        return _work(scatter(block, whole, group=group, async_op=True)), block
 
-    return run
+    return issue
 
 
 def _all_to_all(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Run:
+) -> Issue:
     share = max(1, payload_bytes // ITEM_BYTES // shape.size)
     out = _zeros(share * shape.size * ITEM_BYTES, meter)
 
-    def run() -> None:
+    def issue() -> tuple[dist.Work, torch.Tensor]:
         arrived = torch.empty_like(out)
-        _work(dist.all_to_all_single(arrived, out, group=group, async_op=True)).wait()
+        return _work(dist.all_to_all_single(arrived, out, group=group, async_op=True)), arrived
 
-    return run
+    return issue
 
 
 def _broadcast(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Run:
+) -> Issue:
     value = _zeros(payload_bytes, meter)
     root = next(ranks for ranks in shape.groups if meter.rank in ranks)[0]
-    return lambda: _work(dist.broadcast(value, root, group=group, async_op=True)).wait()
+    return lambda: (_work(dist.broadcast(value, root, group=group, async_op=True)), value)
 
 
-def _ping_pong(payload_bytes: int, _: dist.ProcessGroup, shape: GroupShape, meter: Meter) -> Run:
+def _ping_pong(payload_bytes: int, shape: GroupShape, meter: Meter) -> Run:
     """There and back between the two ranks of a group: two messages one after another."""
     value = _zeros(payload_bytes, meter)
-    ranks: Sequence[int] = next(ranks for ranks in shape.groups if meter.rank in ranks)
+    ranks = next(ranks for ranks in shape.groups if meter.rank in ranks)
     is_first = meter.rank == ranks[0]
     peer = ranks[1] if is_first else ranks[0]
 
@@ -276,14 +313,14 @@ def _ping_pong(payload_bytes: int, _: dist.ProcessGroup, shape: GroupShape, mete
     return run
 
 
-_MAKERS: dict[PointKind, Maker] = {
+_ISSUERS: dict[PointKind, Issuer] = {
     K.ALL_REDUCE: _all_reduce,
     K.ALL_GATHER: _all_gather,
     K.REDUCE_SCATTER: _reduce_scatter,
-    K.P2P: _ping_pong,
     K.ALL_TO_ALL: _all_to_all,
     K.BROADCAST: _broadcast,
 }
+BURST_KINDS = (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER)
 
 
 def _zeros(payload_bytes: int, meter: Meter) -> torch.Tensor:

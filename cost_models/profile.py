@@ -25,7 +25,8 @@ kind                       sizes                   name
 ``host_to_device``, back   bytes                   empty
 ``op``                     FLOPs, bytes moved      operator with its operands, see :func:`op_key`
 ``step``                   operators of the step   ``executor``: seconds beyond the operators' own
-collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across
+collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across,
+                                                   ``"burst"`` before it: many issued at once
 ``beside``                 payload bytes, ranks    ``comm``, ``compute`` alone and ``both`` at once
 ========================== ======================= ==============================================
 
@@ -175,6 +176,15 @@ class Profile:
         table = {p.key: p for p in self.points}
         table.update({p.key: p for p in points})
         return replace(self, points=tuple(table.values()))
+
+
+def burst_name(name: str) -> str:
+    """Name of the points of collectives that are issued together.
+
+    >>> burst_name(""), burst_name("2 nodes")
+    ('burst', 'burst 2 nodes')
+    """
+    return f"burst {name}".strip()
 
 
 def op_key(op: str, args: Sequence[Arg], operands: Sequence[Meta]) -> str:

@@ -9,6 +9,7 @@ points that were measured while all of them were busy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,7 +33,7 @@ from cost_models.fit import (
     hidden_share,
 )
 from cost_models.flops import VIEW_OPS, OpClass, Work, work_of
-from cost_models.profile import COLLECTIVES, Point, PointKind, Profile, op_key
+from cost_models.profile import COLLECTIVES, Point, PointKind, Profile, burst_name, op_key
 
 K = PointKind
 _FREE_OPS = frozenset({"getitem"})
@@ -209,6 +210,7 @@ class ProfiledCostModel:
         self._profile = profile
         self._analytic = AnalyticCostModel(cluster)
         self._ranks = max(m.num_devices for m in cluster.machines)
+        self._is_burst = False
         self._ops: dict[str, dict[int, float]] = {}
         by_op: dict[str, list[tuple[float, float]]] = {}
         for point in profile.of_kind(K.OP):
@@ -324,6 +326,10 @@ class ProfiledCostModel:
         nodes = self.cluster.links_for(group).num_machines
         name = "" if nodes == 1 else f"{nodes} nodes"
         point_kind = PointKind(which.value)
+        if self._is_burst and any(
+            key[:3] == (point_kind, size, burst_name(name)) for key in self.fits.links
+        ):
+            name = burst_name(name)
         found = [
             b for k, n, where, b in self.fits.links if (k, n, where) == (point_kind, size, name)
         ]
@@ -338,6 +344,12 @@ class ProfiledCostModel:
         return Price(curve.time_s(payload_bytes), Source.FITTED)
 
     # ------------------------------------------------------------ around the programs
+    def in_bursts(self) -> ProfiledCostModel:
+        """The same prices, for collectives that are all issued before the first is waited for."""
+        found = copy(self)
+        found._is_burst = True
+        return found
+
     def optimizer_time_s(self, name: str, num_tensors: int, num_bytes: float) -> float | None:
         """Seconds of an optimizer's step on one rank; None if it was not measured."""
         found = [busy for n, busy in self.fits.optimizers if n == name]

@@ -218,13 +218,17 @@ def _stage(
     count, level = setting.num_microbatches, setting.zero_levels[stage.index]
     reduces = count if level >= 2 else 1
 
-    def price(graph: Graph, where: str, runs: int) -> ProgramCost:
-        return evaluate_program(graph, setting.model, groups, where=where, runs=runs)
+    at_once = setting.model
+    if isinstance(at_once, HostCosts):
+        at_once = at_once.in_bursts()
+
+    def price(graph: Graph, where: str, runs: int, model: CostModel = setting.model) -> ProgramCost:
+        return evaluate_program(graph, model, groups, where=where, runs=runs)
 
     forward = price(stage.forward, "forward", count)
     backward = price(stage.backward, "backward", count)
-    reduce = price(stage.reduce, "once per step", reduces)
-    unshard = price(stage.unshard, "once per step", 1)
+    reduce = price(stage.reduce, "once per step", reduces, at_once)
+    unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]

@@ -1,8 +1,8 @@
 """Five pairs of profiles of this machine, one right after the other: do their fits agree?
 
-``python -m tests.bench.profile_repeat [--pairs 5] [--ranks 2] [--budget 15]`` prints for each pair the
-median over all fitted parameters of how far the two are apart, then the parameters that differ most.
-Target: at most 10 % in the median.
+``python -m tests.bench.profile_repeat [--pairs 5] [--ranks 2] [--budget 15]`` prints for each pair
+the median over all fitted parameters of how far the two are apart, then the parameters that differ
+most. Target: at most 10 % in the median.
 """
 
 from __future__ import annotations
