@@ -26,6 +26,7 @@ from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.sharding.build import localize, signatures_of
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.exact_memory import local_bytes
 from autopar.solver.force import forced_plan
 from cost_models.local import local_cluster
 from cost_models.memory_timeline import memory_timelines
@@ -124,7 +125,13 @@ def live_bytes(captured: Captured, plan: Plan, prices: ProfiledCostModel) -> int
     figures = exact_figures(programs, setting)
     held = [replace(stage.held, has_lasting_grads=False) for stage in figures.stages]
     timelines = memory_timelines(figures.simulation, held, every_operator=True)
-    return max(timeline.peak_bytes for timeline in timelines)
+    peaks = [timeline.peak_bytes for timeline in timelines]
+    for pp, timeline in enumerate(timelines):
+        owned = [p for p in programs.params.values() if plan.mesh.pipeline_rank(p.owner) == pp]
+        blocks = [local_bytes(p.meta, p.storage, programs) for p in owned]
+        # AdamW goes tensor by tensor and holds a root and a quotient of its size
+        peaks.append(timeline.points[-1].total_bytes + 2 * max(blocks))
+    return max(peaks)
 
 
 def timed(step) -> float:
