@@ -40,8 +40,8 @@ def least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> 
     Raises:
         ConfigError: No set of unknowns can be told apart by the rows.
 
-    >>> least_squares([[1, 1], [1, 2], [1, 3]], [3, 5, 7])
-    (1.0, 2.0)
+    >>> [round(v, 6) for v in least_squares([[1, 1], [1, 2], [1, 3]], [3, 5, 7])]
+    [1.0, 2.0]
     """
     width = len(rows[0]) if rows else 0
     scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(width)]
