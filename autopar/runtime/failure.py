@@ -16,8 +16,8 @@ minutes or for ever. So every rank has a thread that watches a key-value store:
 * a rank whose heart beats but that does not come to a step, or not on in it, stalls. A step that
   lasts longer than the time-out ends all ranks, with where each of them is.
 
-Before a process ends its thread is stopped. At a normal exit each rank says goodbye. Rank 0 hosts the store and stays until
-all others have seen its goodbye, a few seconds at most.
+Before a process ends, its thread is stopped. At a normal exit each rank says goodbye. Rank 0 hosts
+the store and stays until all others have seen its goodbye, a few seconds at most.
 
 The thread needs the interpreter: a call that holds Python's global lock for longer than
 :data:`SILENCE_S` is taken for a death.
