@@ -38,6 +38,8 @@ from cost_models.profile import COLLECTIVES, Point, PointKind, Profile, burst_na
 K = PointKind
 _FREE_OPS = frozenset({"getitem"})
 _LANES = ("comm", "compute", "both")
+# Kind, name and dtype of the points that even a profile which ran out of time has enough of.
+_NEEDED = frozenset({(K.MATMUL, "", "float32"), (K.STREAM, "add", "float32")})
 # Which points tell how an operator of a class fares while other ranks are busy.
 _BUSY_KIND: Mapping[OpClass, PointKind] = {
     OpClass.MATMUL: K.MATMUL, OpClass.ATTENTION: K.MATMUL, OpClass.CONV: K.MATMUL,
@@ -77,6 +79,7 @@ class Fits:
         optimizers: By name and busy ranks.
         busy: By kind of point and busy ranks.
         hidden: Share of the shorter lane that is hidden behind the other, by ranks, nodes, busy.
+        left_out: Curves that a profile which ran out of time has too few points of, and why.
     """
 
     launch_s: float
@@ -89,6 +92,7 @@ class Fits:
     optimizers: Mapping[tuple[str, int], OptimizerCurve]
     busy: Mapping[tuple[PointKind, int], float]
     hidden: Mapping[tuple[int, str, int], float]
+    left_out: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, float]:
         """Every fitted number by a name."""
@@ -115,7 +119,8 @@ class Fits:
 def fit_profile(profile: Profile) -> Fits:
     """Fit all curves.
 
-    What was not measured at all is left out; what was measured at too few sizes is refused.
+    What was not measured at all is left out. What was measured at too few sizes is refused; in a
+    profile that ran out of time it is left out and told, but for what all else is fitted to.
 
     Raises:
         ConfigError: A curve has too few points; it names the curve, both numbers and the remedy.
@@ -125,18 +130,26 @@ def fit_profile(profile: Profile) -> Fits:
         groups.setdefault(_curve_of(point), []).append(point)
     launches = {p.name: p.time_s for p in profile.of_kind(K.LAUNCH) if p.busy == 1}
     launch_s = launches.get("add", launches.get("", 0.0))
-    matmul, memory, links, optimizers = {}, {}, {}, {}
-    for key, points in groups.items():
+    matmul: dict[str, MatmulCurve] = {}
+    memory: dict[str, MemoryCurve] = {}
+    links: dict[tuple[PointKind, int, str, int], LinkCurve] = {}
+    optimizers: dict[tuple[str, int], OptimizerCurve] = {}
+    left_out: list[str] = []
+    for points in groups.values():
         first = points[0]
-        if first.kind is K.MATMUL and first.busy == 1:
-            matmul[first.dtype] = fit_matmul(points, launch_s)
-        elif first.kind is K.STREAM and first.busy == 1:
-            memory[first.name or "add"] = fit_memory(points, launch_s)
-        elif first.kind in COLLECTIVES:
-            links[(first.kind, first.sizes[1], first.name, first.busy)] = fit_link(points)
-        elif first.kind is K.OPTIMIZER:
-            optimizers[(first.name, first.busy)] = fit_optimizer(points)
-        del key
+        try:
+            if first.kind is K.MATMUL and first.busy == 1:
+                matmul[first.dtype] = fit_matmul(points, launch_s)
+            elif first.kind is K.STREAM and first.busy == 1:
+                memory[first.name or "add"] = fit_memory(points, launch_s)
+            elif first.kind in COLLECTIVES:
+                links[(first.kind, first.sizes[1], first.name, first.busy)] = fit_link(points)
+            elif first.kind is K.OPTIMIZER:
+                optimizers[(first.name, first.busy)] = fit_optimizer(points)
+        except ConfigError as error:
+            if profile.is_complete or (first.kind, first.name, first.dtype) in _NEEDED:
+                raise
+            left_out.append(str(error))
     steps = [p.time_s for p in profile.of_kind(K.STEP) if p.name == "executor"]
     return Fits(
         launch_s=launch_s,
@@ -149,6 +162,7 @@ def fit_profile(profile: Profile) -> Fits:
         optimizers=optimizers,
         busy=busy_factors(p for p in profile.points if p.kind in (K.MATMUL, K.STREAM, K.LAUNCH)),
         hidden=_hidden(profile),
+        left_out=tuple(left_out),
     )
 
 
@@ -235,10 +249,13 @@ class ProfiledCostModel:
     def source(self) -> str:
         """Where the prices come from."""
         profile = self._profile
+        rest = "the rest fitted"
+        if self.fits.left_out:
+            rest += f", {len(self.fits.left_out)} curves with too few points left out"
         return (
             f"profile of {profile.machine} on {profile.date}, torch "
             f"{profile.versions.get('torch', 'unknown')}: {len(profile.points)} points, "
-            f"{len(self._ops)} operators with their shapes; the rest fitted"
+            f"{len(self._ops)} operators with their shapes; {rest}"
         )
 
     # ------------------------------------------------------------ operators

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -147,6 +148,18 @@ def test_a_profile_with_too_few_points_of_a_curve_is_refused():
     profile = Profile(machine="m", date="d", points=tuple(matmuls(dims=DIMS[:2])))
     with pytest.raises(ConfigError, match="has 2 different sizes in 2 points, needs at least 4"):
         fit_profile(profile)
+
+
+def test_a_profile_that_ran_out_of_time_is_used_without_the_curves_that_lack_points():
+    half = [Point(K.MATMUL, "float64", d, CURVE.time_s(d)) for d in DIMS[:2]]
+    profile = Profile(machine="m", date="d", points=(*matmuls(), *half), is_complete=False)
+    found = fit_profile(profile)
+    assert set(found.matmul) == {"float32"}
+    assert "matmuls in float64: has 2 different sizes" in found.left_out[0]
+    with pytest.raises(ConfigError, match="matmuls in float64: has 2 different sizes"):
+        fit_profile(replace(profile, is_complete=True))
+    with pytest.raises(ConfigError, match="matmuls in float32: has 3 different sizes"):
+        fit_profile(replace(profile, points=tuple(matmuls(dims=DIMS[:3]))))
 
 
 def test_what_ranks_take_from_each_other_is_the_median_ratio():
