@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,8 +103,16 @@ def _parser() -> argparse.ArgumentParser:
         "profile", parents=[common], help="measure this machine; later plans made here use it"
     )
     profile.add_argument("--out", metavar="FILE", type=Path, help="not where plans look for it")
-    profile.add_argument("--budget", metavar="SECONDS", type=float, default=30.0)
-    profile.add_argument("--if-missing", action="store_true", help="keep an existing profile")
+    profile.add_argument("--budget", metavar="SECONDS", type=float, default=60.0)
+    profile.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="measure its operators too, at a rank's shapes"
+    )
+    profile.add_argument("--batch", type=int, help="handed to FUNCTION as its parameter 'batch'")
+    kept = profile.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--resume", action="store_true", help="measure what the file lacks; also for more ranks"
+    )
+    kept.add_argument("--if-missing", action="store_true", help="keep an existing profile")
     profile.set_defaults(run=_profile)
 
     verify = commands.add_parser(
@@ -174,11 +183,21 @@ def _profile(args: argparse.Namespace) -> int:
     from autopar.api.profiling import profile_machine
     from cost_models.profile import dump_profile
 
-    path, profile = profile_machine(args.out, budget_s=args.budget, only_if_missing=args.if_missing)
+    named = args.model
+    path, profile = profile_machine(
+        args.out,
+        budget_s=args.budget,
+        only_if_missing=args.if_missing,
+        resume=args.resume,
+        build=None if named is None else lambda: load_model(named, args.batch),
+    )
+    if os.environ.get("RANK", "0") != "0":  # rank 0 speaks for all
+        return 0
     if args.json:
         print(dump_profile(profile))
     else:
-        print(f"{profile.machine}: {len(profile.points)} points of {profile.date} in {path}")
+        rest = "" if profile.is_complete else "; out of time, go on with --resume"
+        print(f"{profile.machine}: {len(profile.points)} points of {profile.date} in {path}{rest}")
     return 0
 
 

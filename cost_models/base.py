@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
@@ -40,6 +40,43 @@ class CostModel(Protocol):
             kind: A :class:`~cost_models.collectives.CollectiveKind` or its text.
             payload_bytes: The larger of a rank's input and output.
             ranks: Global ranks of the group; for point-to-point the two ends.
+        """
+        ...
+
+
+@runtime_checkable
+class HostCosts(Protocol):
+    """What a cost model may know beside operators and collectives: what surrounds the programs."""
+
+    def in_bursts(self) -> CostModel:
+        """The same prices, for collectives that are all issued before the first is waited for."""
+        ...
+
+    def optimizer_time_s(self, name: str, num_tensors: int, num_bytes: float) -> float | None:
+        """Seconds of an optimizer's step on one rank; None if it is not known.
+
+        Args:
+            name: Such as ``"adamw"``.
+            num_tensors: Parameters that the rank steps.
+            num_bytes: Bytes of its share of them.
+        """
+        ...
+
+    def call_time_s(self, num_parameters: int) -> float:
+        """Seconds of one call with its backward on one rank, beyond its programs.
+
+        Args:
+            num_parameters: Parameters that the rank owns.
+        """
+        ...
+
+    def shared_step_s(self, makespan_s: float, busy_s: Sequence[float], comm_s: float) -> float:
+        """Seconds of a step whose ranks share cores, some of them waiting at times.
+
+        Args:
+            makespan_s: With operators priced as if all ranks were busy all the time.
+            busy_s: Seconds that each pipeline rank computes in it, priced the same way.
+            comm_s: Seconds of communication on the path that ends last.
         """
         ...
 

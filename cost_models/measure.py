@@ -1,7 +1,6 @@
-"""Micro-benchmarks that fill a profile. The only module here that imports torch.
+"""Fills a profile: this machine, as each of the ranks that run on it sees it.
 
-Each point is the median of a few runs after a warm-up run; a budget of seconds is kept by leaving
-out the remaining points, the most informative ones come first.
+The modules ``measure*`` are the only ones here that import torch.
 """
 
 from __future__ import annotations
@@ -10,41 +9,52 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
-from autopar.units import KIB, MIB
 from cost_models.local import gpu_cluster, host_cores, host_memory_bytes
-from cost_models.profile import Point, PointKind, Profile
+from cost_models.measure_comm import Collectives
+from cost_models.measure_compute import (
+    busy_tasks,
+    compute_tasks,
+    first_tasks,
+    optimizer_tasks,
+)
+from cost_models.measure_meter import Meter, Progress, Task, measure_tasks
+from cost_models.profile import Point, Profile
 
-Progress = Callable[[str, float], None]
-"""Called with what is being measured and the share that is done, 0 to 1."""
-
-MATMUL_SIZES = (256, 512, 128, 1024, 64)
-MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-STREAM_BYTES = (4 * MIB, 512 * KIB, 32 * MIB)
-COLLECTIVE_BYTES = (1 * KIB, 1 * MIB, 8 * MIB)
-MIN_REPEATS, MAX_REPEATS, COLLECTIVE_REPEATS = 3, 25, 9
-POINT_S = 0.4  # seconds that one point may take, warm-up not counted
+Keep = Callable[[Profile], None]
+"""Given the profile so far after every point."""
 
 
 def measure_local_device(
-    budget_s: float = 30.0, progress: Progress | None = None, *, num_threads: int = 1
+    budget_s: float = 30.0,
+    progress: Progress | None = None,
+    *,
+    num_threads: int = 1,
+    known: Profile | None = None,
+    keep: Keep | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Profile of this machine's CPU, as one rank sees it.
+    """Profile of this machine, as one rank sees it.
 
-    Under an initialised process group of several ranks, collectives are measured as well; then
-    every rank must call it, and each returns its own figures.
+    Under an initialised process group of several ranks, what they take from each other and
+    collectives are measured as well; then every rank must call it, and the result of rank 0
+    counts.
 
     Args:
-        budget_s: Seconds after which no further point is started, above 0.
+        budget_s: Seconds after which no further point is started, above 0. What everything is
+            fitted to is measured in any case.
         progress: Told about every point.
-        num_threads: Threads that one rank computes with.
+        num_threads: Threads that one rank computes with, if it is a CPU.
+        known: A profile of this machine to be completed: its points are not measured again.
+        keep: Given the profile so far after every point.
+        clock: Seconds, for the budget and for CPUs.
 
     Raises:
         ConfigError: ``budget_s`` or ``num_threads`` is out of range.
@@ -54,21 +64,98 @@ def measure_local_device(
             f"measure_local_device: budget_s is {budget_s} and num_threads {num_threads}; "
             "the first must be above 0, the second at least 1"
         )
+    meter = local_meter(num_threads=num_threads, clock=clock)
+    found = [known or describe_machine(num_threads)]
+
+    def note(point: Point) -> None:
+        found[0] = found[0].with_points([point])
+        if keep is not None:
+            keep(replace(found[0], is_complete=False))
+
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
+    started_s = clock()
     try:
-        points = _measure(budget_s, progress)
+        collectives = Collectives(meter) if meter.size > 1 else None
+        keys = frozenset(p.key for p in found[0].points)
+        least = list(first_tasks(meter.device))
+        is_complete = measure_tasks(
+            [*least, *_other_tasks(meter, collectives)],
+            meter,
+            budget_s=budget_s,
+            known=keys,
+            least=len(least),
+            keep=note,
+            progress=progress or (lambda _what, _share: None),
+        )
+        is_late = meter.agree(clock() - started_s > budget_s)
+        if collectives is not None and not is_late:
+            collectives.measure_interference(keys, note)
     finally:
         torch.set_num_threads(before)
+    return replace(
+        found[0],
+        is_complete=is_complete and not is_late,
+        num_ranks=max(found[0].num_ranks, meter.size),
+        ranks_per_node=max(found[0].ranks_per_node, meter.per_node),
+    )
+
+
+def _other_tasks(meter: Meter, collectives: Collectives | None) -> Iterator[Task]:
+    """What is measured while time is left, what tells most first."""
+    device = meter.device
+    if meter.size > 1:
+        yield from busy_tasks(device, meter.per_node)
+    yield from optimizer_tasks(device, meter.per_node)
+    if collectives is not None:
+        yield from collectives.tasks()
+    yield from compute_tasks(device)
+
+
+def local_meter(*, num_threads: int = 1, clock: Callable[[], float] = time.perf_counter) -> Meter:
+    """How this process measures: its device and its place in the job, if there is one."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    num_cores = max(1, host_cores() // num_threads)
+    if device.type == "cuda":
+        num_cores = torch.cuda.device_count()
+    if not (dist.is_available() and dist.is_initialized()):
+        return Meter(device=device, num_cores=num_cores, clock=clock)
+    size = dist.get_world_size()
+    return Meter(
+        device=device,
+        rank=dist.get_rank(),
+        size=size,
+        per_node=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        num_cores=num_cores,
+        clock=clock,
+    )
+
+
+def describe_machine(num_threads: int = 1) -> Profile:
+    """A profile of this machine without points."""
+    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Profile(
+            machine=f"{properties.name}, {torch.cuda.device_count()} devices",
+            date=date,
+            device="cuda",
+            num_threads=num_threads,
+            num_cores=torch.cuda.device_count(),
+            memory_bytes=properties.total_memory,
+            versions={**versions, "cuda": str(torch.version.cuda)},
+        )
     return Profile(
         machine=f"{_processor()}, {host_cores()} cores",
-        date=datetime.now(UTC).date().isoformat(),
+        date=date,
         device="cpu",
         num_threads=num_threads,
         num_cores=max(1, host_cores() // num_threads),
         memory_bytes=host_memory_bytes(),
-        versions={"torch": str(torch.__version__), "python": platform.python_version()},
-        points=points,
+        versions=versions,
     )
 
 
@@ -82,91 +169,6 @@ def local_gpu_cluster() -> Cluster | None:
         num_devices=torch.cuda.device_count(),
         memory_bytes=properties.total_memory,
     )
-
-
-def _measure(budget_s: float, progress: Progress | None) -> tuple[Point, ...]:
-    tasks = list(_tasks())
-    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    points = list(_collective_points(dist.get_world_size())) if has_group else []
-    started_s = time.perf_counter()
-    for index, (kind, dtype, sizes, run) in enumerate(tasks):
-        if points and time.perf_counter() - started_s > budget_s:
-            break
-        if progress is not None:
-            progress(f"{kind} {dtype} {'x'.join(map(str, sizes))}".strip(), index / len(tasks))
-        points.append(Point(kind, dtype, sizes, _median_s(run)))
-    if progress is not None:
-        progress("done", 1.0)
-    return tuple(points)
-
-
-def _tasks() -> Iterator[tuple[PointKind, str, tuple[int, ...], Callable[[], object]]]:
-    small = torch.ones(4)
-    yield PointKind.LAUNCH, "float32", (), lambda: small + 1.0
-    for size in MATMUL_SIZES:
-        for dtype in MATMUL_DTYPES:
-            square = torch.ones(size, size, dtype=dtype)
-            name = str(dtype).removeprefix("torch.")
-            yield PointKind.MATMUL, name, (1, size, size, size), _bind(torch.mm, square)
-        if size == MATMUL_SIZES[0]:
-            # after the most telling matmuls, before the rest of them
-            for moved_bytes in STREAM_BYTES:
-                flat = torch.ones(moved_bytes // 8)  # 4 bytes read and 4 written per element
-                yield PointKind.STREAM, "float32", (moved_bytes,), _bind(torch.add, flat)
-
-
-def _bind(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> Callable[[], object]:
-    if function is torch.add:
-        return lambda: x + 1.0
-    return lambda: function(x, x)
-
-
-def _collective_points(size: int) -> Iterator[Point]:
-    """Points of a running process group; every rank goes through the same ones."""
-    for payload_bytes in COLLECTIVE_BYTES:
-        whole = torch.ones(payload_bytes // 4)
-        share = torch.ones(max(1, whole.numel() // size))
-        gathered = torch.empty(share.numel() * size)
-        runs: dict[PointKind, Callable[[], object]] = {
-            PointKind.ALL_REDUCE: _collective(dist.all_reduce, whole),
-            PointKind.ALL_GATHER: _collective(
-                dist.all_gather, list(gathered.view(size, -1)), share
-            ),
-            PointKind.ALL_TO_ALL: _collective(dist.all_to_all_single, gathered.clone(), gathered),
-            PointKind.BROADCAST: _collective(dist.broadcast, whole, 0),
-        }
-        for kind, run in runs.items():
-            dist.barrier()
-            times = []
-            run()
-            for _ in range(COLLECTIVE_REPEATS):  # the same number on all ranks
-                started_s = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - started_s)
-            yield Point(kind, "float32", (payload_bytes, size), median(times))
-
-
-def _collective(function: Callable[..., object], *args: object) -> Callable[[], object]:
-    return lambda: function(*args)
-
-
-def _median_s(run: Callable[[], object]) -> float:
-    """Median seconds of one run; short ones are timed in groups, the clock has its own cost."""
-    run()
-    started_s = time.perf_counter()
-    run()
-    once_s = max(time.perf_counter() - started_s, 1e-9)
-    inner = max(1, min(1000, int(1e-3 / once_s)))
-    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(POINT_S / (inner * once_s))))
-    times = []
-    for _ in range(repeats):
-        started_s = time.perf_counter()
-        for _ in range(inner):
-            run()
-        times.append((time.perf_counter() - started_s) / inner)
-    return max(median(times), 1e-9)
 
 
 def _processor() -> str:

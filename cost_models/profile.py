@@ -3,18 +3,35 @@
 ::
 
     {
-      "format": "autopar-profile", "version": 1,
-      "machine": "AMD EPYC 9004, 2 cores", "date": "2025-01-31",
+      "format": "autopar-profile", "version": 2,
+      "machine": "AMD EPYC 9004, 2 cores", "date": "2025-01-31T09:00:00+00:00",
       "versions": {"torch": "2.13.0"},
       "device": "cpu", "num_threads": 1, "num_cores": 2, "memory_bytes": 25000000000,
+      "num_ranks": 2, "ranks_per_node": 2, "is_complete": true,
       "points": [
-        {"kind": "matmul", "dtype": "float32", "sizes": [1, 256, 256, 256], "time_s": 0.0003}
+        {"kind": "matmul", "name": "", "dtype": "float32", "sizes": [1, 256, 256, 256],
+         "busy": 1, "time_s": 0.0003, "spread_s": 1e-05, "repeats": 9}
       ]
     }
 
-Sizes by kind: ``matmul`` b, m, n, k; ``stream`` bytes read and written by one pass over memory;
-``launch`` nothing (the time of an operator on next to no data); the collectives payload bytes (see
-:mod:`cost_models.collectives`) and ranks.
+========================== ======================= ==============================================
+kind                       sizes                   name
+========================== ======================= ==============================================
+``matmul``                 b, m, n, k              empty
+``attention``              b, h, s, t, d           ``forward``, ``backward``
+``stream``                 bytes read and written  what passes over memory: ``add``, ``copy``, ...
+``launch``                 none                    ``add`` on next to no data, ``view``
+``optimizer``              tensors, bytes of them  ``adamw``, ``sgd``
+``host_to_device``, back   bytes                   empty
+``op``                     FLOPs, bytes moved      operator with its operands, see :func:`op_key`
+``step``                   operators of the step   ``executor``: seconds beyond the operators' own
+collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across,
+                                                   ``"burst"`` before it: many issued at once
+``beside``                 payload bytes, ranks    ``comm``, ``compute`` alone and ``both`` at once
+========================== ======================= ==============================================
+
+``busy`` is how many ranks of a machine ran at the same time; payloads of collectives are those of
+:mod:`cost_models.collectives`.
 """
 
 from __future__ import annotations
@@ -22,38 +39,52 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 
 from autopar.errors import ConfigError
+from autopar.ir.graph import Arg, Dtype, Meta, Ref
 
 FORMAT = "autopar-profile"
-VERSION = 1
+VERSION = 2
 
 
 class PointKind(StrEnum):
     """What was measured."""
 
     MATMUL = "matmul"
+    ATTENTION = "attention"
     STREAM = "stream"
     LAUNCH = "launch"
+    OPTIMIZER = "optimizer"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    OP = "op"
+    STEP = "step"
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
     P2P = "p2p"
+    BESIDE = "beside"
 
+
+K = PointKind
+COLLECTIVES = (
+    K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER, K.ALL_TO_ALL, K.BROADCAST, K.P2P,
+)  # fmt: skip
 
 # Numbers in Point.sizes by kind.
 NUM_SIZES: Mapping[PointKind, int] = {
-    PointKind.MATMUL: 4, PointKind.STREAM: 1, PointKind.LAUNCH: 0, PointKind.ALL_REDUCE: 2,
-    PointKind.ALL_GATHER: 2, PointKind.REDUCE_SCATTER: 2, PointKind.ALL_TO_ALL: 2,
-    PointKind.BROADCAST: 2, PointKind.P2P: 2,
+    K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.HOST_TO_DEVICE: 1,
+    K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, **dict.fromkeys(COLLECTIVES, 2),
 }  # fmt: skip
+
+Key = tuple[PointKind, str, str, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +96,45 @@ class Point:
         dtype: Element type.
         sizes: See the module's text.
         time_s: Median seconds of one run.
+        name: See the module's text.
+        busy: Ranks of the machine that did the same at the same time.
+        spread_s: Half the distance between the quartiles of the runs.
+        repeats: Runs (or groups of short ones) that the median was taken of.
     """
 
     kind: PointKind
     dtype: str
     sizes: tuple[int, ...]
     time_s: float
+    name: str = ""
+    busy: int = 1
+    spread_s: float = 0.0
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         if len(self.sizes) != NUM_SIZES[self.kind]:
             raise ConfigError(
                 f"point {self.kind}: has {len(self.sizes)} sizes, needs {NUM_SIZES[self.kind]}"
             )
-        if any(size < 1 for size in self.sizes):
-            raise ConfigError(f"point {self.kind}: sizes are {self.sizes}, must be at least 1")
+        least = 0 if self.kind is K.OP else 1
+        if any(size < least for size in self.sizes):
+            raise ConfigError(
+                f"point {self.kind}: sizes are {self.sizes}, must be at least {least}"
+            )
         if not (isfinite(self.time_s) and self.time_s > 0):
             raise ConfigError(f"point {self.kind}: time_s is {self.time_s}, must be above 0")
+        if not (isfinite(self.spread_s) and self.spread_s >= 0):
+            raise ConfigError(f"point {self.kind}: spread_s is {self.spread_s}, must be at least 0")
+        if self.busy < 1 or self.repeats < 1:
+            raise ConfigError(
+                f"point {self.kind}: busy is {self.busy} and repeats {self.repeats}, both must be "
+                "at least 1"
+            )
+
+    @property
+    def key(self) -> Key:
+        """What was measured; equal for measurements of the same thing."""
+        return (self.kind, self.name, self.dtype, self.sizes, self.busy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +142,16 @@ class Profile:
     """What was measured on one machine.
 
     Attributes:
-        machine: The processor and how many cores.
-        date: Day of the measurement, ISO form.
+        machine: The processor and how many cores, or the accelerator.
+        date: Time of the measurement, ISO form.
         versions: Of the libraries, by name.
         device: torch's device type.
         num_threads: Threads that one rank computes with.
-        num_cores: Cores that ranks may be put on.
-        memory_bytes: Memory of the whole machine.
+        num_cores: Cores that ranks may be put on; accelerators, if the device is one.
+        memory_bytes: Memory of the whole machine; of one accelerator, if the device is one.
+        num_ranks: Ranks that measured together.
+        ranks_per_node: Ranks of each node.
+        is_complete: Whether nothing was left out for want of time.
         points: The measurements.
     """
 
@@ -104,12 +161,75 @@ class Profile:
     num_threads: int = 1
     num_cores: int = 1
     memory_bytes: int = 0
+    num_ranks: int = 1
+    ranks_per_node: int = 1
+    is_complete: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
 
     def of_kind(self, kind: PointKind) -> tuple[Point, ...]:
         """Points of one kind, in order."""
         return tuple(p for p in self.points if p.kind is kind)
+
+    def with_points(self, points: Iterable[Point]) -> Profile:
+        """This profile with more points; one of the same thing takes the place of an older one."""
+        table = {p.key: p for p in self.points}
+        table.update({p.key: p for p in points})
+        return replace(self, points=tuple(table.values()))
+
+
+def burst_name(name: str) -> str:
+    """Name of the points of collectives that are issued together.
+
+    >>> burst_name(""), burst_name("2 nodes")
+    ('burst', 'burst 2 nodes')
+    """
+    return f"burst {name}".strip()
+
+
+def op_key(op: str, args: Sequence[Arg], operands: Sequence[Meta]) -> str:
+    """An operator with the shapes and dtypes of its operands and its other arguments as text.
+
+    >>> from autopar.ir.graph import TensorMeta
+    >>> op_key("aten.mm.default", (Ref("a"), Ref("b")), [TensorMeta((4, 8), "float32")] * 2)
+    'aten.mm.default(float32[4, 8], float32[4, 8])'
+    """
+    metas = iter(operands)
+
+    def text(arg: Arg) -> str:
+        if isinstance(arg, Ref):
+            return _meta_text(next(metas, None))
+        if isinstance(arg, tuple):
+            return f"({', '.join(map(text, arg))})"
+        return str(arg) if isinstance(arg, Dtype | str) else repr(arg)
+
+    return f"{op}({', '.join(text(a) for a in args)})"
+
+
+def _meta_text(meta: Meta) -> str:
+    if isinstance(meta, tuple):
+        return f"({', '.join(map(_meta_text, meta))})"
+    return "int" if meta is None else str(meta)
+
+
+def check_same_machine(profile: Profile, here: Profile, *, where: str) -> None:
+    """Refuse a profile that was not measured on the machine, device and libraries of ``here``.
+
+    Raises:
+        ConfigError: It names the first difference and both values.
+    """
+    pairs = [
+        ("device", profile.device, here.device),
+        ("machine", profile.machine, here.machine),
+        ("num_threads", profile.num_threads, here.num_threads),
+        ("torch", profile.versions.get("torch"), here.versions.get("torch")),
+    ]
+    for name, found, wanted in pairs:
+        if found != wanted:
+            raise ConfigError(
+                f"{where}: {name} is {found!r}, here it is {wanted!r}; profile this machine with "
+                "`autopar profile`, or delete the file"
+            )
 
 
 def profile_cache_path(cache_home: Path | None = None) -> Path:
@@ -160,7 +280,10 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
     try:
         data: object = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error}; delete it and profile again") from None
+        cut = " (cut short)" if error.pos >= len(text.rstrip()) else ""
+        raise ConfigError(
+            f"{where} is not JSON{cut}: {error}; delete it and profile again"
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: is a {type(data).__name__}, must be an object")
     if data.get("format") != FORMAT or data.get("version") != VERSION:
@@ -181,6 +304,9 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
         num_threads=_whole(data, "num_threads", where),
         num_cores=_whole(data, "num_cores", where),
         memory_bytes=_whole(data, "memory_bytes", where),
+        num_ranks=_whole(data, "num_ranks", where),
+        ranks_per_node=_whole(data, "ranks_per_node", where),
+        is_complete=data.get("is_complete") is True,
         versions={str(name): str(version) for name, version in versions.items()},
         points=tuple(_point(p, f"{where}: points[{i}]") for i, p in enumerate(points)),
     )
@@ -192,26 +318,43 @@ def _point(value: object, where: str) -> Point:
     kind = _text(value, "kind", where)
     if kind not in set(PointKind):
         raise ConfigError(f"{where}: kind is {kind!r}, must be one of {', '.join(PointKind)}")
-    sizes, time_s = value.get("sizes"), value.get("time_s")
-    if not isinstance(sizes, list) or not all(isinstance(s, int) for s in sizes):
+    sizes = value.get("sizes")
+    if not isinstance(sizes, list) or not all(type(s) is int for s in sizes):
         raise ConfigError(f"{where}: sizes is {sizes!r}, must be a list of whole numbers")
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float):
-        raise ConfigError(f"{where}: time_s is {time_s!r}, must be a number")
     try:
-        return Point(PointKind(kind), _text(value, "dtype", where), tuple(sizes), float(time_s))
+        return Point(
+            PointKind(kind),
+            _text(value, "dtype", where),
+            tuple(sizes),
+            _number(value, "time_s", where),
+            name=_text(value, "name", where, ""),
+            busy=_whole(value, "busy", where, 1),
+            spread_s=_number(value, "spread_s", where, 0.0),
+            repeats=_whole(value, "repeats", where, 1),
+        )
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-def _text(data: Mapping[str, object], key: str, where: str) -> str:
-    value = data.get(key)
+def _text(data: Mapping[str, object], key: str, where: str, default: str | None = None) -> str:
+    value = data.get(key, default)
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {key} is {value!r}, must be text")
     return value
 
 
-def _whole(data: Mapping[str, object], key: str, where: str) -> int:
-    value = data.get(key)
+def _number(
+    data: Mapping[str, object], key: str, where: str, default: float | None = None
+) -> float:
+    value = data.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: {key} is {value!r}, must be a number")
+    return float(value)
+
+
+def _whole(data: Mapping[str, object], key: str, where: str, default: int | None = None) -> int:
+    value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{where}: {key} is {value!r}, must be a whole number of at least 0")
     return value

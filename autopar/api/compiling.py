@@ -34,6 +34,7 @@ from autopar.api.environment import (
 )
 from autopar.api.options import ConstraintOptions, UserConstraints, as_call, user_constraints
 from autopar.api.planning import agree_on_plan
+from autopar.api.profiling import prices_for
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
@@ -50,7 +51,6 @@ from autopar.runtime.pretrained import opened
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
-from cost_models.analytic import AnalyticCostModel
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +410,7 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         constraints=order.constraints.for_solver(),
         optimizer=order.optimizer if captured.training else "none",
         memory_limit_bytes=None,
-        cost_model=AnalyticCostModel(order.cluster),
+        cost_model=prices_for(order.cluster, graph=captured.graph),
         progress=lambda line: logger.debug("%s", line),
         time_limit_s=order.time_limit_s,
     )

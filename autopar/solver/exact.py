@@ -17,7 +17,7 @@ from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.solver.exact_memory import local_bytes, stage_memory
-from cost_models.base import CostModel, slowest_group
+from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.memory_timeline import StageMemory, memory_timelines
 from cost_models.simulate import Simulation, StageSeconds, simulate
@@ -138,12 +138,48 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         sum(stages[s].time.optimizer_s for s in range(rank, mesh.num_stages, mesh.pp))
         for rank in range(mesh.pp)
     )
+    makespan_s = run.makespan_s
+    if isinstance(setting.model, HostCosts):
+        busy = [_compute_s(stages, mesh, rank, count) for rank in range(mesh.pp)]
+        comm_s = max(_comm_s(stages, mesh, rank, count) for rank in range(mesh.pp))
+        makespan_s = setting.model.shared_step_s(makespan_s, busy, comm_s)
+        owned = [_num_owned(programs, mesh, rank) for rank in range(mesh.pp)]
+        finish_s += setting.model.call_time_s(max(owned))
     return ExactFigures(
-        step_s=run.makespan_s + finish_s + update_s,
+        step_s=makespan_s + finish_s + update_s,
         rank_bytes=_rank_bytes(stages, mesh),
         stages=tuple(stages),
         simulation=run,
     )
+
+
+def _stages_of(stages: Sequence[StageFigures], mesh: MeshShape, rank: int) -> list[StageFigures]:
+    return [stages[s] for s in range(rank, mesh.num_stages, mesh.pp)]
+
+
+def _compute_s(
+    stages: Sequence[StageFigures], mesh: MeshShape, rank: int, num_microbatches: int
+) -> float:
+    """Seconds that a pipeline rank computes in a step."""
+    times = [s.time for s in _stages_of(stages, mesh, rank)]
+    per_microbatch = [
+        t.forward_s - t.forward_comm_s + t.backward_s - t.backward_comm_s for t in times
+    ]
+    return num_microbatches * sum(per_microbatch)
+
+
+def _comm_s(
+    stages: Sequence[StageFigures], mesh: MeshShape, rank: int, num_microbatches: int
+) -> float:
+    """Seconds that a pipeline rank communicates in a step."""
+    times = [s.time for s in _stages_of(stages, mesh, rank)]
+    once_s = sum(t.reduce_s + t.unshard_s for t in times)
+    return once_s + num_microbatches * sum(t.forward_comm_s + t.backward_comm_s for t in times)
+
+
+def _num_owned(programs: LocalPrograms, mesh: MeshShape, rank: int) -> int:
+    """Parameters of a pipeline rank."""
+    return sum(mesh.pipeline_rank(p.owner) == rank for p in programs.params.values())
 
 
 def _rank_bytes(stages: Sequence[StageFigures], mesh: MeshShape) -> tuple[int, ...]:
@@ -188,21 +224,27 @@ def _stage(
     count, level = setting.num_microbatches, setting.zero_levels[stage.index]
     reduces = count if level >= 2 else 1
 
-    def price(graph: Graph, where: str, runs: int) -> ProgramCost:
-        return evaluate_program(graph, setting.model, groups, where=where, runs=runs)
+    at_once = setting.model
+    if isinstance(at_once, HostCosts):
+        at_once = at_once.in_bursts()
+
+    def price(graph: Graph, where: str, runs: int, model: CostModel = setting.model) -> ProgramCost:
+        return evaluate_program(graph, model, groups, where=where, runs=runs)
 
     forward = price(stage.forward, "forward", count)
     backward = price(stage.backward, "backward", count)
-    reduce = price(stage.reduce, "once per step", reduces)
-    unshard = price(stage.unshard, "once per step", 1)
+    reduce = price(stage.reduce, "once per step", reduces, at_once)
+    unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]
-    update_s = sum(
-        local_bytes(p.meta, p.storage, programs) * setting.optimizer_s_per_byte
-        for p in own
-        if p.owner == stage.index and p.requires_grad
-    )
+    trained = [p for p in own if p.owner == stage.index and p.requires_grad]
+    updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
+    update_s: float | None = None
+    if isinstance(setting.model, HostCosts):
+        update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
+    if update_s is None:
+        update_s = updated_bytes * setting.optimizer_s_per_byte
     tied_s = _tied_seconds(programs, stage.index, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from autopar.cluster import DeviceKind, parse_devices
 from autopar.cluster.presets import PRESETS
 from autopar.errors import ConfigError
+from autopar.ir.graph import Dtype, Ref, TensorMeta
 from cost_models.local import (
     device_from_profile,
     gpu_cluster,
@@ -21,8 +24,10 @@ from cost_models.profile import (
     Point,
     PointKind,
     Profile,
+    check_same_machine,
     dump_profile,
     load_profile,
+    op_key,
     parse_profile,
     profile_cache_path,
     save_profile,
@@ -162,6 +167,39 @@ def test_the_cache_lies_in_the_given_folder(tmp_path: Path):
             r"points\[0\]: time_s is '1', must be a number",
         ),
         (
+            {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": -1e-6}]},
+            r"points\[0\]: point launch: time_s is -1e-06, must be above 0",
+        ),
+        (
+            {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": math.nan}]},
+            r"points\[0\]: point launch: time_s is nan, must be above 0",
+        ),
+        (
+            {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": math.inf}]},
+            r"points\[0\]: point launch: time_s is inf, must be above 0",
+        ),
+        (
+            {
+                "points": [
+                    {"kind": "launch", "dtype": "float32", "sizes": [], "time_s": 1, "spread_s": -1}
+                ]
+            },
+            r"points\[0\]: point launch: spread_s is -1.0, must be at least 0",
+        ),
+        (
+            {
+                "points": [
+                    {"kind": "launch", "dtype": "float32", "sizes": [], "time_s": 1, "busy": 0}
+                ]
+            },
+            r"points\[0\]: point launch: busy is 0 and repeats 1, both must be at least 1",
+        ),
+        (
+            {"points": [{"kind": "stream", "dtype": "float32", "sizes": [0], "time_s": 1}]},
+            r"points\[0\]: point stream: sizes are \(0,\), must be at least 1",
+        ),
+        ({"num_ranks": 1.5}, r"num_ranks is 1.5, must be a whole number of at least 0"),
+        (
             {"points": [{"kind": "stream", "dtype": "float32", "sizes": ["a"], "time_s": 1}]},
             r"sizes is \['a'\], must be a list of whole numbers",
         ),
@@ -183,3 +221,48 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path):
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"is a list, must be an object"):
         load_profile(tmp_path / "bad.json")
+
+
+def test_a_profile_that_was_cut_short_is_refused_and_says_so():
+    text = dump_profile(PROFILE)
+    for end in (len(text) // 3, len(text) // 2, len(text) - 3):
+        with pytest.raises(
+            ConfigError, match=r"profile is not JSON.*; delete it and profile again"
+        ):
+            parse_profile(text[:end])
+    with pytest.raises(ConfigError, match=r"is not JSON \(cut short\)"):
+        parse_profile(text[: text.index('"points"')])
+
+
+def test_a_point_of_the_same_thing_takes_the_place_of_an_older_one():
+    newer = replace(PROFILE.points[0], time_s=9e-6)
+    busy = replace(PROFILE.points[0], busy=2)
+    found = PROFILE.with_points([newer, busy])
+    assert found.points == (newer, *PROFILE.points[1:], busy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda"}, "p: device is 'cuda', here it is 'cpu'; profile this machine"),
+        ({"machine": "another"}, "p: machine is 'another', here it is 'test CPU'"),
+        ({"num_threads": 8}, "p: num_threads is 8, here it is 1"),
+        ({"versions": {"torch": "1.0"}}, "p: torch is '1.0', here it is '2.13'"),
+    ],
+)
+def test_a_profile_of_another_machine_or_library_is_refused(changes, message):
+    check_same_machine(PROFILE, PROFILE, where="p")
+    with pytest.raises(ConfigError, match=message):
+        check_same_machine(replace(PROFILE, **changes), PROFILE, where="p")
+
+
+def test_operators_are_the_same_if_operands_and_arguments_are():
+    x, y = TensorMeta((4, 8), "float32"), TensorMeta((4, 8), "bfloat16")
+    args = (Ref("a"), (Ref("b"), None), Dtype("float32"), 2)
+    key = op_key("aten.op.default", args, [x, y])
+    assert key == "aten.op.default(float32[4, 8], (bfloat16[4, 8], None), float32, 2)"
+    assert key == op_key("aten.op.default", (Ref("c"), (Ref("d"), None), *args[2:]), [x, y])
+    assert key != op_key("aten.op.default", args, [y, x])
+    assert (
+        op_key("local.shard", (Ref("a"), Ref("i")), [x, None]) == "local.shard(float32[4, 8], int)"
+    )
