@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.validation.errors import SkipRecord
 from autopar.validation.formulas import compare
-from autopar.validation.memory import StepMemory, predict_memory
+from autopar.validation.memory import StepMemory, predict_memory, printed_bytes
 from autopar.validation.metrics import Errors, Group, Verdicts, groups
 from autopar.validation.predict import Pricing, StepTime, cluster_prices, predict_time
 from autopar.validation.records import Kind, Recompute, Record, Skipped, read_records
@@ -42,13 +42,10 @@ class Outcome:
     @property
     def memory_error(self) -> float | None:
         """Relative error of the printed memory; None where none was printed."""
-        measured = self.record.measured.memory_bytes
-        stages = self.record.measured.stage_memory_bytes
-        if measured is None and stages:
-            measured = max(stages)
-        if self.memory is None or measured is None or self.record.is_oom:
+        printed = self.record.measured.printed_bytes
+        if self.memory is None or printed is None or self.record.is_oom:
             return None
-        return self.memory.total_bytes / measured - 1.0
+        return printed_bytes(self.record, self.memory) / printed - 1.0
 
     @property
     def pair_errors(self) -> dict[str, float]:

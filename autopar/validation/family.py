@@ -172,4 +172,6 @@ def _fused(kernel: str, words: str, framework: Framework) -> frozenset[str]:
         return frozenset({"norm"}) if "rms" in kernel else frozenset()
     if "mpt-" in words:
         return frozenset({"loss"})  # its reference code takes flash-attn's cross-entropy
+    if framework is Framework.NANOTRON:
+        return ALL_REGIONS - {"activation"}  # silu(gate) is written, then multiplied
     return ALL_REGIONS if framework in _GPT_RECIPES else frozenset()

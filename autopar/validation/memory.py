@@ -15,6 +15,7 @@ from autopar.cluster.presets import CONTEXT_BYTES
 from autopar.plan.schedule import compute_order, in_flight
 from autopar.plan.types import ScheduleKind
 from autopar.validation.family import Framework
+from autopar.validation.records import Record
 from autopar.validation.works import RecordWorks, StageWorks
 
 # Share of activations and transients that the caching allocator loses between blocks of different
@@ -41,12 +42,14 @@ class StepMemory:
         rank: That rank.
         usable_bytes: What its device leaves to the program.
         rank_bytes: Peak of every pipeline rank.
+        rank_reserve_bytes: What the allocator is taken to lose beside it, of every rank.
     """
 
     parts_bytes: dict[str, float]
     rank: int
     usable_bytes: float
     rank_bytes: tuple[float, ...]
+    rank_reserve_bytes: tuple[float, ...]
 
     @property
     def total_bytes(self) -> float:
@@ -55,13 +58,35 @@ class StepMemory:
 
     @property
     def reserve_bytes(self) -> float:
-        """What the allocator is taken to lose beside the peak."""
-        return FRAGMENTED_SHARE * (self.parts_bytes["activations"] + self.parts_bytes["transients"])
+        """What the allocator is taken to lose beside the peak of the fullest device."""
+        return self.rank_reserve_bytes[self.rank]
 
     @property
     def fits(self) -> bool:
         """Whether the run is predicted not to run out of memory."""
         return self.total_bytes + self.reserve_bytes <= self.usable_bytes
+
+
+def printed_bytes(record: Record, memory: StepMemory) -> float:
+    """What the run's own report shows of a predicted peak.
+
+    * Which ranks: nanotron logs the memory of global rank 0, on the first pipeline rank; a list
+      that is shorter than the pipeline is that of the machine which kept the log, and holds the
+      first ranks. Others print the largest.
+    * Which figure: torchtitan and the runtime that lists its stages print what the caching
+      allocator reserved, its own loss included.
+
+    Source: nanotron, ``logging/base.py``; torchtitan, ``components/metrics.py``.
+    """
+    ranks = list(range(len(memory.rank_bytes)))
+    by_stage = record.measured.stage_memory_bytes
+    if by_stage:
+        ranks = ranks[: len(by_stage)]
+    elif record.family.framework is Framework.NANOTRON:
+        ranks = ranks[:1]
+    if by_stage or record.family.framework is Framework.FSDP:
+        return max(memory.rank_bytes[r] + memory.rank_reserve_bytes[r] for r in ranks)
+    return max(memory.rank_bytes[r] for r in ranks)
 
 
 def state_bytes(works: RecordWorks) -> StateBytes:
@@ -94,6 +119,9 @@ def predict_memory(works: RecordWorks) -> StepMemory:
         rank=fullest,
         usable_bytes=float(works.cluster.device_of(first).memory_bytes - CONTEXT_BYTES),
         rank_bytes=totals,
+        rank_reserve_bytes=tuple(
+            FRAGMENTED_SHARE * (parts["activations"] + parts["transients"]) for parts in per_rank
+        ),
     )
 
 

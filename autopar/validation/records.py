@@ -20,7 +20,7 @@ from pathlib import Path
 from autopar.errors import ConfigError
 from autopar.units import GIB, MIB
 from autopar.validation.errors import SkipRecord
-from autopar.validation.family import KernelFamily, family_of
+from autopar.validation.family import Framework, KernelFamily, family_of
 from autopar.validation.hardware import Stated
 
 # What is taken where a record is silent, as the report prints it.
@@ -30,7 +30,7 @@ CONVENTIONS: Mapping[str, str] = {
     "parallel.dp": "GPUs over tp x pp x cp",
     "parallel.cp": "1",
     "parallel.zero_stage": "0; 2 for XLA's auto-sharding, which shards gradients and updates",
-    "parallel.seq_parallel": "false",
+    "parallel.seq_parallel": "false; true for nanotron, whose recipes scatter what they reduce",
     "parallel.recompute": "none",
     "parallel.virtual_stages": "1",
     "parallel.mbs": "batch over dp x micro-batches",
@@ -119,6 +119,13 @@ class Measured:
     layer_backward_s: float | None = None
     layer_overhead: float | None = None
     formulas: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def printed_bytes(self) -> float | None:
+        """The memory that was printed, the largest where it was printed by stage."""
+        if self.memory_bytes is None and self.stage_memory_bytes:
+            return max(self.stage_memory_bytes)
+        return self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,11 +259,11 @@ class _Reader:
             raise SkipRecord(f"{path} is {value}, not a whole number")
         return int(value)
 
-    def flag(self, path: str) -> bool:
+    def flag(self, path: str, default: bool = False) -> bool:
         value = self.value(path)
         if value is None:
             self.assumed.append(path)
-            return False
+            return default
         if not isinstance(value, bool):
             raise SkipRecord(f"{path} is {value!r}, not true or false")
         return value
@@ -340,7 +347,7 @@ class _Reader:
         shares = self._layer_shares(shape, pp)
         return Layout(
             tp=tp, dp=dp, pp=pp, cp=cp, virtual=virtual, layer_shares=shares,
-            sequence_parallel=self.flag("parallel.seq_parallel"),
+            sequence_parallel=self.flag("parallel.seq_parallel", self._is_nanotron()),
             zero=self._zero(), recompute=recompute, recompute_share=share, mbs=mbs, gbs=gbs,
             microbatches=microbatches, precision=precision,
             schedule=str(self.value("parallel.schedule") or "1F1B"),
@@ -443,7 +450,12 @@ class _Reader:
         if isinstance(operators, list) and len(operators) == pp:
             total = sum(operators)
             return tuple(shape.layers * count / total for count in operators)
+        if self._is_nanotron() and shape.arch == "llama":
+            return balanced_layers(shape, pp)
         return tuple(shape.layers / pp for _ in range(pp))
+
+    def _is_nanotron(self) -> bool:
+        return family_of(self.entry).framework is Framework.NANOTRON
 
     def _machine(self, layout: Layout) -> Stated:
         used = layout.cp * sum(t * d for t, d in zip(layout.tp, layout.dp, strict=True))
@@ -517,6 +529,27 @@ def published_flops(shape: Shape, batch: int, *, passes: int) -> float:
     width, tokens = shape.hidden, batch * shape.seq
     layers = 24.0 * passes * tokens * shape.layers * width**2 * (1 + shape.seq / (6 * width))
     return layers + 6.0 * tokens * width * shape.vocab
+
+
+def balanced_layers(shape: Shape, pp: int) -> tuple[float, ...]:
+    """Layers of each pipeline rank where the head's weights count as a layer's do.
+
+    A rank takes blocks until their weights exceed its share of all; the block that exceeds it is
+    still its own. The embedding counts nothing. Source: nanotron, ``models/base.py``,
+    ``build_model``, which takes ``4 h^2 + 3 h f`` for a layer and ``V h`` for the head.
+
+    >>> tiny = Shape(arch="llama", layers=8, hidden=64, ffn=128, vocab=2560)
+    >>> balanced_layers(tiny, 2)  # a layer has 40,960 weights, the head as many as four layers
+    (7.0, 1.0)
+    """
+    layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn
+    total = shape.layers * layer + shape.vocab * shape.hidden
+    counts, rank = [0] * pp, 0
+    for index in range(shape.layers):
+        counts[rank] += 1
+        if (index + 1) * layer * pp > total * (rank + 1) and rank < pp - 1:
+            rank += 1
+    return tuple(float(count) for count in counts)
 
 
 def _nothing(gpu: str) -> tuple[Shape, Layout, Stated]:

@@ -7,6 +7,7 @@ values, is pickled with the standard library and can be priced again and again
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -270,8 +271,29 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
             split_loss=record.family.splits_loss or part is not Part.HEAD,
             recompute=recompute if part is Part.BLOCK else "none",
         )  # fmt: skip
-        found[part] = _in_precision(piece_of(key), layout, part)
+        piece = piece_of(key)
+        if key.sequence_parallel and record.family.framework is Framework.NANOTRON:
+            piece = _keeping_gathered(piece, key.tp)
+        found[part] = _in_precision(piece, layout, part)
     return found
+
+
+def _keeping_gathered(piece: Piece, tp: int) -> Piece:
+    """Gathered inputs of linear layers are kept, not gathered again for the weights' gradients.
+
+    Torch's autograd keeps what a linear layer reads; Megatron's own function keeps the cut input.
+    """
+    gathers = [(i, c) for i, c in piece.forward if _is_gather(i)]
+    again = Counter(dict(gathers))
+    backward = tuple((i, c - again[i]) for i, c in piece.backward if c > again[i])
+    whole = sum(i.payload_bytes * c for i, c in gathers if isinstance(i, Collective))
+    return replace(
+        piece, backward=backward, saved_bytes=piece.saved_bytes + whole * (1.0 - 1.0 / tp)
+    )
+
+
+def _is_gather(item: Item) -> bool:
+    return isinstance(item, Collective) and item.kind == "all_gather" and item.axis == "tp"
 
 
 def _shares(layout: Layout) -> tuple[float, float]:
