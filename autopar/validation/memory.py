@@ -161,7 +161,8 @@ def _buffers(works: RecordWorks, stage: StageWorks) -> float:
     if works.zero == 2 and stage.dp > 1:
         return stage.layer_params * 2
     if works.family.framework is Framework.XLA and works.precision == "fp16":
-        return stage.params * 2
+        # a compiler casts a weight where it is read: two layers' casts, or the head's, at once
+        return max(2 * stage.layer_params, stage.edge_params) * 2
     return 0.0
 
 

@@ -272,6 +272,15 @@ def pieces_of(record: Record, rank: int = 0) -> dict[Part, Piece]:
             recompute=recompute if part is Part.BLOCK else "none",
         )  # fmt: skip
         piece = piece_of(key)
+        if part is Part.HEAD and EVERYTHING in key.fused:
+            # a compiler does not make exponentials again for each of several readers: the
+            # scores, their exponentials and their gradient are in memory between its loops
+            plain = piece_of(replace(key, fused=frozenset()))
+            piece = replace(
+                piece,
+                forward_peak_bytes=plain.forward_peak_bytes,
+                backward_peak_bytes=plain.backward_peak_bytes,
+            )
         if key.sequence_parallel and record.family.framework is Framework.NANOTRON:
             piece = _keeping_gathered(piece, key.tp)
         found[part] = _in_precision(piece, layout, part)
