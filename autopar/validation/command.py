@@ -17,6 +17,7 @@ from rich.table import Table
 
 from autopar.errors import AutoparError
 from autopar.validation.engine import Outcome, SourceSummary, summaries, validate
+from autopar.validation.memory import printed_bytes
 from autopar.validation.metrics import Errors, Verdicts, over_sources
 from autopar.validation.records import CONVENTIONS, Skipped
 
@@ -233,7 +234,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, object]:
         "name": record.name, "source": record.source, "line": record.line,
         "status": record.status, "family": str(record.family), "assumed": list(record.assumed),
         "measured_s": record.measured.iteration_s, "time_error": outcome.time_error,
-        "measured_memory_bytes": record.measured.memory_bytes,
+        "measured_memory_bytes": record.measured.printed_bytes,
         "memory_error": outcome.memory_error,
         "pairs": {name: list(pair) for name, pair in outcome.pairs.items()},
     }  # fmt: skip
@@ -246,6 +247,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, object]:
         table["memory"] = {
             "total_bytes": memory.total_bytes, "parts_bytes": memory.parts_bytes,
             "reserve_bytes": memory.reserve_bytes,
+            "printed_bytes": printed_bytes(record, memory),
             "usable_bytes": memory.usable_bytes, "fits": memory.fits, "rank": memory.rank,
             "rank_bytes": list(memory.rank_bytes),
         }  # fmt: skip
