@@ -388,15 +388,21 @@ def _network(record: Record) -> StageWorks:
 
 
 def _held_scores_bytes(record: Record) -> float:
-    """Scores of the vocabulary, and their float32 copy, that the caller holds during backward.
+    """What the loss or its caller holds of the scores of the vocabulary beside their gradient.
 
     Megatron frees a stage's output once it is used, FSDP recipes delete it; plain torch code of
-    pipelines keeps what a stage returned until its backward has ended.
+    pipelines keeps what a stage returned, and its float32 copy, until its backward has ended. The
+    loss on split scores of torch's tensor parallelism forms ``(update + exp(x)) * gradient`` in
+    float32 while it holds the update: one copy more than a kernel that does it in place.
+    Source: torch, ``distributed/tensor/parallel/loss.py``.
     """
-    if record.family.framework is not Framework.TORCH:
-        return 0.0
     shape, layout = record.shape, record.layout
-    return layout.mbs * shape.seq / layout.cp * shape.vocab * (2.0 + 4.0)
+    scores = layout.mbs * shape.seq / layout.cp * shape.vocab
+    if record.family.framework is Framework.TORCH:
+        return scores * (2.0 + 4.0)
+    if record.family.framework is Framework.FSDP and layout.tp[0] > 1:
+        return scores / layout.tp[0] * 4.0
+    return 0.0
 
 
 def _backward_peak(

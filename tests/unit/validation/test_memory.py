@@ -122,3 +122,21 @@ def test_a_compiler_casts_weights_where_they_are_read_and_holds_float32_scores()
     scores = S * B * 25_600
     # exponentials and gradient in float32, beside the kept scores
     assert pieces_of(record)[Part.HEAD].backward_peak_bytes == pytest.approx(8 * scores, rel=0.02)
+
+
+def test_the_loss_on_split_scores_of_torch_holds_a_float32_copy_more():
+    split = {"tp": 2, "pp": 1, "dp": 8, "microbatches": 1, "zero_stage": 3, "seq_parallel": True}
+    record = parse_record(
+        changed(notes="torchtitan", model=LLAMA | {"vocab": 25_600}, parallel=split)
+    )
+    head = pieces_of(record)[Part.HEAD].backward_peak_bytes
+    scores = S * B * 25_600 / TP
+    assert works_of(record).stages[0].backward_peak_bytes == pytest.approx(head + 4 * scores)
+    whole = parse_record(
+        changed(
+            notes="torchtitan", model=LLAMA | {"vocab": 25_600},
+            parallel=split | {"tp": 1, "dp": 16, "seq_parallel": False},
+        )
+    )  # fmt: skip
+    head = pieces_of(whole)[Part.HEAD].backward_peak_bytes
+    assert works_of(whole).stages[0].backward_peak_bytes == pytest.approx(head)
