@@ -30,7 +30,8 @@ CONVENTIONS: Mapping[str, str] = {
     "parallel.dp": "GPUs over tp x pp x cp",
     "parallel.cp": "1",
     "parallel.zero_stage": "0; 2 for XLA's auto-sharding, which shards gradients and updates",
-    "parallel.seq_parallel": "false; true for nanotron, whose recipes scatter what they reduce",
+    "parallel.seq_parallel": "false; true for nanotron, whose example recipes scatter what they "
+    "reduce, with gathered inputs kept (an option; memory that was printed speaks for it)",
     "parallel.recompute": "none",
     "parallel.virtual_stages": "1",
     "parallel.mbs": "batch over dp x micro-batches",
