@@ -57,7 +57,10 @@ def cluster_of(stated: Stated) -> Cluster:
         usual = round(device.memory_bytes / GIB)
         if abs(stated.memory_gb - usual) > 2:
             share = device.memory_bytes / (usual * GIB)
-            device = replace(device, memory_bytes=int(stated.memory_gb * GIB * min(1.0, share)))
+            memory_bytes = int(stated.memory_gb * GIB * min(1.0, share))
+            if memory_bytes <= device.reserved_bytes:
+                raise SkipRecord(f"hardware.mem_gb is {stated.memory_gb}, less than a driver keeps")
+            device = replace(device, memory_bytes=memory_bytes)
     per_node = stated.per_node
     if per_node is None:
         per_node = preset.machine_size

@@ -183,3 +183,11 @@ def test_the_command_prints_tables_and_writes_every_prediction(data, tmp_path, c
 def test_the_command_refuses_a_file_that_is_not_there(tmp_path, capsys):
     assert main(["--data", str(tmp_path / "absent")]) == 2
     assert "can't be read" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(data, tmp_path, capsys):
+    assert main(["--data", str(data), "--out", str(tmp_path / "none" / "o.json")]) == 2
+    assert main(["--data", str(data), "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.count("name a file in one") == 2
