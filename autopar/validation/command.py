@@ -23,6 +23,7 @@ from autopar.validation.records import CONVENTIONS, Skipped
 
 FORMAT_VERSION = 1
 FAILED = 2
+INTERRUPTED = 130  # as shells do
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AutoparError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return FAILED
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        return INTERRUPTED
     return 0
 
 

@@ -125,7 +125,8 @@ def _words(entry: Mapping[str, object]) -> str:
 def _framework(words: str, zero: object, *, is_gpt: bool) -> Framework:
     if "parax" in words or "xla" in words:
         return Framework.XLA
-    if "fsdp" in words or "torchtitan" in words or "llm-foundry" in words:
+    # sharded parameters are torch's FSDP, unless the record names DeepSpeed
+    if "fsdp" in words or (zero == 3 and "deepspeed" not in words):
         return Framework.FSDP
     if "deepspeed" in words and ("pipeline engine" in words or zero == 3):
         return Framework.DEEPSPEED

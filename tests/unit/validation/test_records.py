@@ -166,6 +166,28 @@ def test_a_memory_smaller_than_what_a_driver_keeps_is_refused():
         cluster_of(Stated(gpu="A100-80GB", num_gpus=1, memory_gb=0.001))
 
 
+@pytest.mark.parametrize("name", ["A100-PCIE-40GB", "H100 PCIe 80GB", "H200-NVL-141GB"])
+def test_another_form_of_a_gpu_is_not_taken_for_the_known_one(name):
+    with pytest.raises(SkipRecord, match="only the SXM form is known"):
+        cluster_of(Stated(gpu=name, num_gpus=1))
+
+
+def test_a_gpu_sold_with_fewer_links_has_fewer_unless_the_record_says_otherwise():
+    def intra(gpu, stated=None):
+        cluster = cluster_of(Stated(gpu=gpu, num_gpus=8, intra_gb_per_s=stated))
+        return cluster.machines[0].intra.bandwidth_bytes_per_s
+
+    assert intra("H800-80GB") == pytest.approx(intra("H100-SXM5-80GB") * 200 / 450)
+    assert intra("H800-80GB", 450) == intra("H100-SXM5-80GB")
+
+
+def test_sharded_parameters_name_the_framework_where_no_word_does():
+    plain = changed(parallel={"zero_stage": 3})
+    assert parse_record(plain).family.framework is Framework.FSDP
+    named = parse_record({**plain, "notes": "ZeRO-3 of DeepSpeed"})
+    assert named.family.framework is Framework.DEEPSPEED
+
+
 def test_engines_with_stages_of_their_own_do_not_scatter_messages():
     assert parse_record(ENTRY).family.scatters_messages
     record = parse_record(changed(parallel={"ops_per_stage": [30, 26]}))
