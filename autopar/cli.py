@@ -3,7 +3,7 @@
 A model is named as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``. The function returns the model and
 one global batch, ``(model, inputs)``; if it has a parameter ``batch``, ``--batch`` is handed to it.
 
-Exit codes: 0 done; 2 the user can mend it (the message says how); 1 anything else.
+Exit codes: 0 done; 2 the user can mend it (the message says how); 130 interrupted; 1 anything else.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"autopar: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        rest = "; --resume goes on with what was measured" if args.run is _profile else ""
+        print(f"autopar: interrupted{rest}", file=sys.stderr)
+        return 130  # as shells do
     except BrokenPipeError:  # the reader of our output, such as "head", has gone
         sys.stderr.close()
         return 1

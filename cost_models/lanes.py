@@ -122,6 +122,10 @@ class SharedLink:
                 f"shared link of ranks {self.ranks}: is on lane {self.lane} with full_speed "
                 f"{self.full_speed}; the lane must be one of communication, full_speed above 0"
             )
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ConfigError(
+                f"shared link of ranks {self.ranks}: a rank stands twice; name each once"
+            )
 
 
 def links_of_nodes(node_of: Sequence[int], *, full_speed: float = 1.0) -> tuple[SharedLink, ...]:

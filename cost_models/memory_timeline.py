@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -146,6 +146,12 @@ class StageMemory:
     weight_saved_bytes: int = 0
     offloaded_bytes: int = 0
     programs: Mapping[ActionKind, ProgramMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.endswith("_bytes") and not value >= 0:
+                raise ConfigError(f"StageMemory: {each.name} is {value}, must be at least 0")
 
     def at_most(self, num_in_flight: int) -> MemoryParts:
         """An upper bound of every moment: each part at its largest.

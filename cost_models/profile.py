@@ -42,7 +42,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from errno import EISDIR
 from math import isfinite
+from os import strerror
 from pathlib import Path
 
 from autopar.errors import ConfigError
@@ -50,6 +52,7 @@ from autopar.ir.graph import Arg, Dtype, Meta, Ref
 
 FORMAT = "autopar-profile"
 VERSION = 2
+MOST = 2**63 - 1  # of a number: what lies above is damage
 
 
 class PointKind(StrEnum):
@@ -258,6 +261,27 @@ def save_profile(profile: Profile, path: Path) -> None:
     partial.replace(path)
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a path that :func:`save_profile` could not write, before minutes of measuring.
+
+    Makes its folder.
+
+    Raises:
+        ConfigError: It says why.
+    """
+    probe = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"profile {str(path)!r} can't be written: {error.strerror}; choose another file"
+        ) from None
+
+
 def load_profile(path: Path | str) -> Profile:
     """The profile in a file.
 
@@ -275,12 +299,28 @@ def load_profile(path: Path | str) -> Profile:
     return parse_profile(text, where=f"profile {str(path)!r}")
 
 
+def without_doubles(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object, for ``json.loads``'s ``object_pairs_hook``.
+
+    Raises:
+        ValueError: A name stands twice, which JSON readers resolve differently.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"name {twice[:40]!r} stands twice in one object")
+    return found
+
+
 def parse_profile(text: str, *, where: str = "profile") -> Profile:
     """The profile in JSON text; ``where`` starts every error text."""
     try:
-        data: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        cut = " (cut short)" if error.pos >= len(text.rstrip()) else ""
+        data: object = json.loads(text, object_pairs_hook=without_doubles)
+    except (ValueError, RecursionError) as error:
+        is_cut = isinstance(error, json.JSONDecodeError) and (
+            error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        )
+        cut = " (cut short)" if is_cut else ""
         raise ConfigError(
             f"{where} is not JSON{cut}: {error}; delete it and profile again"
         ) from None
@@ -297,18 +337,29 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
     versions = data.get("versions", {})
     if not isinstance(versions, dict):
         raise ConfigError(f"{where}: versions must be an object")
+    if not isinstance(data.get("is_complete"), bool):
+        raise ConfigError(
+            f"{where}: is_complete is {data.get('is_complete')!r}, must be true or false"
+        )
+    found = [_point(p, f"{where}: points[{i}]") for i, p in enumerate(points)]
+    first: dict[Key, int] = {}
+    for i, point in enumerate(found):
+        if first.setdefault(point.key, i) != i:
+            raise ConfigError(
+                f"{where}: points[{i}] measures the same as points[{first[point.key]}]; keep one"
+            )
     return Profile(
         machine=_text(data, "machine", where),
         date=_text(data, "date", where),
         device=_text(data, "device", where),
-        num_threads=_whole(data, "num_threads", where),
-        num_cores=_whole(data, "num_cores", where),
+        num_threads=_whole(data, "num_threads", where, least=1),
+        num_cores=_whole(data, "num_cores", where, least=1),
         memory_bytes=_whole(data, "memory_bytes", where),
-        num_ranks=_whole(data, "num_ranks", where),
-        ranks_per_node=_whole(data, "ranks_per_node", where),
+        num_ranks=_whole(data, "num_ranks", where, least=1),
+        ranks_per_node=_whole(data, "ranks_per_node", where, least=1),
         is_complete=data.get("is_complete") is True,
         versions={str(name): str(version) for name, version in versions.items()},
-        points=tuple(_point(p, f"{where}: points[{i}]") for i, p in enumerate(points)),
+        points=tuple(found),
     )
 
 
@@ -319,7 +370,7 @@ def _point(value: object, where: str) -> Point:
     if kind not in set(PointKind):
         raise ConfigError(f"{where}: kind is {kind!r}, must be one of {', '.join(PointKind)}")
     sizes = value.get("sizes")
-    if not isinstance(sizes, list) or not all(type(s) is int for s in sizes):
+    if not isinstance(sizes, list) or not all(type(s) is int and s <= MOST for s in sizes):
         raise ConfigError(f"{where}: sizes is {sizes!r}, must be a list of whole numbers")
     try:
         return Point(
@@ -350,11 +401,17 @@ def _number(
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where}: {key} is {value!r}, must be a number")
+    if isinstance(value, int) and abs(value) > MOST:  # more than a float can be
+        raise ConfigError(f"{where}: {key} is {value!r}, must be a number of at most {MOST}")
     return float(value)
 
 
-def _whole(data: Mapping[str, object], key: str, where: str, default: int | None = None) -> int:
+def _whole(
+    data: Mapping[str, object], key: str, where: str, default: int | None = None, *, least: int = 0
+) -> int:
     value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{where}: {key} is {value!r}, must be a whole number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        raise ConfigError(
+            f"{where}: {key} is {value!r}, must be a whole number from {least} to {MOST}"
+        )
     return value

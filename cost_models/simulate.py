@@ -84,11 +84,33 @@ class StageSeconds:
 
     def parts(self, kind: ActionKind, microbatch: int | None = None) -> tuple[Segment, ...]:
         """What one action does, in order."""
-        if microbatch is not None and self.segments_at.get((kind, microbatch)):
-            return tuple(self.segments_at[kind, microbatch])
-        if self.segments.get(kind):
-            return tuple(self.segments[kind])
-        return (Segment(lane=Lane.COMPUTE, seconds=self.of(kind)),)
+        given = self.segments.get(kind)
+        if microbatch is not None:
+            given = self.segments_at.get((kind, microbatch), given)
+        if given is None:
+            return (Segment(lane=Lane.COMPUTE, seconds=self.of(kind)),)
+        return tuple(given) or (Segment(lane=Lane.COMPUTE, seconds=0.0),)
+
+
+def _check_names(
+    num_ranks: int, num_stages: int, tables: Sequence[object], links: Sequence[SharedLink]
+) -> None:
+    for table in tables:
+        for edge in table if isinstance(table, Mapping) else ():
+            if not all(0 <= stage < num_stages for stage in edge):
+                raise ConfigError(
+                    f"simulate: a message is given from stage {edge[0]} to {edge[1]}, but seconds "
+                    f"for {num_stages} stages"
+                )
+    lanes = tables[1].values() if isinstance(tables[1], Mapping) else [tables[1]]
+    if Lane.COMPUTE in lanes:
+        raise ConfigError(f"simulate: p2p_lane is {Lane.COMPUTE}, must be one of communication")
+    for link in links:
+        if not all(0 <= rank < num_ranks for rank in link.ranks):
+            raise ConfigError(
+                f"simulate: a shared link has ranks {link.ranks}, but there are actions for "
+                f"{num_ranks} ranks"
+            )
 
 
 def simulate(
@@ -114,8 +136,9 @@ def simulate(
 
     Raises:
         DeadlockError: Some rank waits for what never comes; the text says where each rank stands.
-        ConfigError: An action names a stage that has no seconds, seconds are negative or no
-            number, or a segment joins a label that was not issued.
+        ConfigError: An action or a message names a stage that has no seconds, a link a rank that
+            has no actions, seconds are negative or no number, or a segment joins a label that was
+            not issued.
     """
     for rank, row in enumerate(lists):
         for action in row:
@@ -130,6 +153,7 @@ def simulate(
                 f"simulate: a message of {edge} takes {seconds} seconds, must be a number of at "
                 "least 0"
             )
+    _check_names(len(lists), len(stages), (p2p_s, p2p_lane), links)
     clock = RateClock(interference, links) if interference or links else FixedClock()
     return _Simulator(lists, stages, p2p_s, p2p_lane, clock).run()
 

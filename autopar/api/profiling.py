@@ -25,6 +25,7 @@ from cost_models.profile import (
     PointKind,
     Profile,
     check_same_machine,
+    check_writable,
     load_profile,
     profile_cache_path,
     save_profile,
@@ -139,9 +140,18 @@ def profile_machine(
     """
     from cost_models.measure import describe_machine, local_meter, measure_local_device
 
+    if not budget_s > 0:
+        raise ConfigError(f"--budget: {budget_s} seconds; must be above 0, 60 is usual")
     path = out or profile_cache_path()
     _join_job()
-    known = _on_rank_0(lambda: _existing(path, describe_machine(), only_if_missing, resume))
+
+    def existing() -> Profile | None:
+        found = _existing(path, describe_machine(), only_if_missing, resume)
+        if found is None or not only_if_missing:
+            check_writable(path)
+        return found
+
+    known = _on_rank_0(existing)
     if known is not None and only_if_missing:
         return path, known
     is_writer = local_meter().rank == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ConfigError
 from autopar.validation.engine import Outcome, SourceSummary, summaries, validate
 from autopar.validation.memory import printed_bytes
 from autopar.validation.metrics import Errors, Verdicts, over_sources
@@ -23,6 +24,7 @@ from autopar.validation.records import CONVENTIONS, Skipped
 
 FORMAT_VERSION = 1
 FAILED = 2
+INTERRUPTED = 130  # as shells do
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,11 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="every record's prediction as JSON")
     args = parser.parse_args(argv)
     try:
+        if args.out is not None:  # before minutes of work, not after them
+            _check_writable(args.out)
         _run(args.data, args.source, args.out)
     except (AutoparError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return FAILED
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        return INTERRUPTED
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {out}: is a folder, or lies in none; name a file in one")
+    existing = out if out.exists() else out.resolve().parent
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"--out {out}: can't be written; choose another file")
 
 
 def _run(data: Path, source: str | None, out: Path | None) -> None:

@@ -74,6 +74,7 @@ class KernelFamily:
 
 
 _GPT_RECIPES = (Framework.MEGATRON, Framework.NANOTRON, Framework.DEEPSPEED, Framework.TORCH)
+KERNEL_WORDS = ("torch", "fused", "flash...")
 ALL_REGIONS = frozenset({"norm", "softmax", "activation", "residual", "rotary"})
 
 
@@ -106,7 +107,7 @@ def family_of(entry: Mapping[str, object]) -> KernelFamily:
         prefetches_weights=framework in (Framework.FSDP, Framework.DEEPSPEED),
         float8=_float8(parallel),
         splits_loss=framework is not Framework.TORCH,
-        scatters_messages=_scatters_messages(words, framework),
+        scatters_messages=_scatters_messages(words, framework, parallel),
         # GPT recipes of Megatron drop a tenth; MPT and Llama models, and XLA benchmarks, nothing
         dropout=0.1 if framework in _GPT_RECIPES and not is_lean else 0.0,
     )
@@ -124,7 +125,8 @@ def _words(entry: Mapping[str, object]) -> str:
 def _framework(words: str, zero: object, *, is_gpt: bool) -> Framework:
     if "parax" in words or "xla" in words:
         return Framework.XLA
-    if "fsdp" in words or "torchtitan" in words or "llm-foundry" in words:
+    # sharded parameters are torch's FSDP, unless the record names DeepSpeed
+    if "fsdp" in words or (zero == 3 and "deepspeed" not in words):
         return Framework.FSDP
     if "deepspeed" in words and ("pipeline engine" in words or zero == 3):
         return Framework.DEEPSPEED
@@ -135,11 +137,18 @@ def _framework(words: str, zero: object, *, is_gpt: bool) -> Framework:
     return Framework.TORCH
 
 
-def _scatters_messages(words: str, framework: Framework) -> bool:
-    """Megatron's own pipeline does unless told otherwise; engines built on its layers do not."""
+def _scatters_messages(words: str, framework: Framework, parallel: object) -> bool:
+    """Megatron's own pipeline does; engines built on its layers do not.
+
+    Stages that each have ranks or operators of their own need such an engine.
+    """
     if "scatter/gather" in words:
         return True
-    return framework is Framework.MEGATRON and not any(e in words for e in ("deepspeed", "aceso"))
+    names = ("tp", "dp", "gpus_per_stage", "ops_per_stage")
+    is_uneven = isinstance(parallel, Mapping) and any(
+        isinstance(parallel.get(name), list) for name in names
+    )
+    return framework is Framework.MEGATRON and "deepspeed" not in words and not is_uneven
 
 
 def _float8(parallel: object) -> Float8 | None:
@@ -147,6 +156,12 @@ def _float8(parallel: object) -> Float8 | None:
     if "float8" not in words:
         return None
     return Float8.ROWWISE if "rowwise" in words else Float8.TENSORWISE
+
+
+def is_known_kernel(kernel: str) -> bool:
+    """Whether ``parallel.kernel`` names kernels of attention that are told apart here."""
+    words = kernel.lower()
+    return words in ("torch", "fused") or words.startswith("flash")
 
 
 def _attention(

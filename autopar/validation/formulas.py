@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from math import isfinite
 
 from autopar.validation.blocks import PieceKey, piece_of
 from autopar.validation.errors import SkipRecord
@@ -43,14 +44,19 @@ def evaluate(formula: str, values: Mapping[str, float]) -> float:
     """
     try:
         return _value(ast.parse(formula, mode="eval").body, values)
-    except SyntaxError as error:
-        raise SkipRecord(f"formula {formula!r} can't be read ({error.msg})") from error
+    # null bytes, nesting too deep for the parser, 1/0
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise SkipRecord(f"formula {formula[:60]!r} can't be read ({error})") from error
 
 
 def _value(node: ast.AST, values: Mapping[str, float]) -> float:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    ):
         return float(node.value)
     if isinstance(node, ast.Name) and node.id in values:
         return float(values[node.id])
@@ -83,7 +89,10 @@ def compare(formulas: Mapping[str, str]) -> dict[str, tuple[float, float]]:
             )
         )
         saved = piece.input_bytes if recompute == "full" else piece.saved_bytes
-        found[name] = (saved, evaluate(formula, values))
+        published = evaluate(formula, values)
+        if not (isfinite(published) and published > 0):
+            raise SkipRecord(f"measured.bytes_per_layer {name} is {published}, must be above 0")
+        found[name] = (saved, published)
     if not found:
         raise SkipRecord(f"measured.bytes_per_layer has no row of {', '.join(ROWS)}")
     return found

@@ -6,6 +6,7 @@ says is the GPU type's usual machine, and the cluster lists it among its assumpt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -57,15 +58,18 @@ def cluster_of(stated: Stated) -> Cluster:
         usual = round(device.memory_bytes / GIB)
         if abs(stated.memory_gb - usual) > 2:
             share = device.memory_bytes / (usual * GIB)
-            device = replace(device, memory_bytes=int(stated.memory_gb * GIB * min(1.0, share)))
+            memory_bytes = int(stated.memory_gb * GIB * min(1.0, share))
+            if memory_bytes <= device.reserved_bytes:
+                raise SkipRecord(f"hardware.mem_gb is {stated.memory_gb}, less than a driver keeps")
+            device = replace(device, memory_bytes=memory_bytes)
     per_node = stated.per_node
     if per_node is None:
         per_node = preset.machine_size
         assumptions.append(f"{per_node} {stated.gpu} in a machine")
     intra = preset.intra
-    if stated.intra_gb_per_s is not None and intra.kind is LinkKind.NVLINK:
-        usual_gb = _NVLINK_GB.get(preset.device.name, stated.intra_gb_per_s)
-        scale = stated.intra_gb_per_s / usual_gb
+    intra_gb = stated.intra_gb_per_s or _CUT_NVLINK_GB.get(_first_word(stated.gpu))
+    if intra_gb is not None and intra.kind is LinkKind.NVLINK:
+        scale = intra_gb / _NVLINK_GB.get(preset.device.name, intra_gb)
         intra = replace(intra, bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s * scale)
     inter = _inter(stated, preset.inter)
     if stated.inter_gb_per_s is None:
@@ -85,6 +89,16 @@ _NVLINK_GB: Mapping[str, float] = {
 }  # fmt: skip
 
 
+# GPUs that are sold with fewer links than the preset that they are otherwise like. [data sheet]
+_CUT_NVLINK_GB: Mapping[str, float] = {"H800": 200}
+_NVLINK_CARDS = ("A100", "H100", "H800", "H200", "V100")
+_OTHER_FORMS = re.compile(r"PCI|\bNVL\b")
+
+
+def _first_word(gpu: str) -> str:
+    return gpu.split("-")[0].split(" ")[0].upper()
+
+
 def _inter(stated: Stated, usual: Link) -> Link:
     if stated.inter_gb_per_s is None:
         return usual
@@ -100,8 +114,10 @@ def _inter(stated: Stated, usual: Link) -> Link:
 
 
 def _preset_name(stated: Stated) -> str:
-    first = stated.gpu.split("-")[0].split(" ")[0].upper()
+    first = _first_word(stated.gpu)
     sizes = GPUS.get(first)
+    if sizes is not None and _OTHER_FORMS.search(stated.gpu.upper()) and first in _NVLINK_CARDS:
+        raise SkipRecord(f"hardware.gpu is {stated.gpu!r}; of {first} only the SXM form is known")
     if sizes is None:
         raise SkipRecord(f"hardware.gpu is {stated.gpu!r}; known are {', '.join(GPUS)}")
     named = [size for size in sizes if f"{size}GB" in stated.gpu.upper()]

@@ -14,14 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 
 from autopar.errors import ConfigError
 from autopar.units import GIB, MIB
 from autopar.validation.errors import SkipRecord
-from autopar.validation.family import Framework, KernelFamily, family_of
+from autopar.validation.family import (
+    KERNEL_WORDS,
+    Framework,
+    KernelFamily,
+    family_of,
+    is_known_kernel,
+)
+from autopar.validation.fields import Fields, shown
 from autopar.validation.hardware import Stated
+from cost_models.profile import without_doubles
 
 # What is taken where a record is silent, as the report prints it.
 CONVENTIONS: Mapping[str, str] = {
@@ -41,8 +48,12 @@ CONVENTIONS: Mapping[str, str] = {
     "model.ffn": "four times the width (GPT)",
     "model.vocab": "51,200: GPT-2's 50,257 tokens padded as Megatron does",
     "hardware.n_gpus": "tp x pp x dp x cp",
+    "measured.mem_gb": "GiB, as torch's tools print them",
 }
 DEFAULT_VOCAB = 51_200
+# Actions (stages x micro-batches) of the warm rounds that a schedule is simulated for.
+MOST_ACTIONS = 2**18
+SCHEDULES = ("1f1b", "1f1b-interleaved", "gpipe")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*% of ops")
 
 
@@ -178,7 +189,8 @@ def read_records(
         ConfigError: The file can't be read or no line has the source.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): text within a record may hold other separators of lines
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path}: can't be read ({error})") from error
     found: list[Record] = []
@@ -189,23 +201,36 @@ def read_records(
             continue
         name, where = f"line {number}", "?"
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=without_doubles)
             if not isinstance(entry, dict):
                 skipped.append(Skipped(name, where, "line is no JSON object"))
                 continue
-            name, where = str(entry.get("id", name)), str(entry.get("source_id", "?"))
+            name = str(entry.get("id", name))
+            where = _source_of(entry)
             sources.add(where)
             if source is None or where == source:
                 found.append(parse_record(entry, line=number))
         except json.JSONDecodeError as error:
             skipped.append(Skipped(name, where, f"line is no JSON ({error.msg})"))
+        except (RecursionError, ValueError) as error:  # too deep, too many digits, a name twice
+            skipped.append(Skipped(name, where, f"line is no JSON ({str(error)[:60]})"))
         except SkipRecord as reason:
             skipped.append(Skipped(name, where, str(reason)))
+    if not found and not skipped and source is None:
+        raise ConfigError(f"--data {path}: holds no record; write one JSON object a line")
     if source is not None and source not in sources:
-        raise ConfigError(
-            f"--source {source!r}: not in {path}; it has {', '.join(sorted(sources))}"
-        )
+        known = ", ".join(sorted(sources)) or "no source"
+        raise ConfigError(f"--source {source!r}: not in {path}; it has {known}")
+    if source is not None:  # a line without a source can't be told to be of another
+        skipped = [s for s in skipped if s.source in (source, "?")]
     return tuple(found), tuple(skipped)
+
+
+def _source_of(entry: Mapping[str, object]) -> str:
+    source = entry.get("source_id")
+    if not isinstance(source, str) or not source:
+        raise SkipRecord("source_id is missing")
+    return source
 
 
 def parse_record(entry: Mapping[str, object], *, line: int = 0) -> Record:
@@ -217,70 +242,12 @@ def parse_record(entry: Mapping[str, object], *, line: int = 0) -> Record:
     return _Reader(entry, line).record()
 
 
-class _Reader:
+class _Reader(Fields):
     """Reads one entry; notes every convention that it used."""
 
     def __init__(self, entry: Mapping[str, object], line: int) -> None:
-        self.entry, self.line = entry, line
-        self.assumed: list[str] = []
-
-    # -- access ------------------------------------------------------------------------------------
-    def part(self, name: str) -> Mapping[str, object]:
-        value = self.entry.get(name)
-        if not isinstance(value, Mapping):
-            raise SkipRecord(f"{name} is missing")
-        return value
-
-    def value(self, path: str) -> object:
-        part, _, name = path.partition(".")
-        return self.part(part).get(name)
-
-    def text(self, path: str) -> str:
-        value = self.value(path)
-        if not isinstance(value, str) or not value:
-            raise SkipRecord(f"{path} is missing")
-        return value
-
-    def number(self, path: str, default: float | None = None) -> float:
-        value = self.value(path)
-        if value is None:
-            if default is None:
-                raise SkipRecord(f"{path} is missing")
-            self.assumed.append(path)
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise SkipRecord(f"{path} is {value!r}, not a number")
-        if value <= 0:
-            raise SkipRecord(f"{path} is {value}, must be above 0")
-        return float(value)
-
-    def whole(self, path: str, default: float | None = None) -> int:
-        value = self.number(path, default)
-        if value != int(value):
-            raise SkipRecord(f"{path} is {value}, not a whole number")
-        return int(value)
-
-    def flag(self, path: str, default: bool = False) -> bool:
-        value = self.value(path)
-        if value is None:
-            self.assumed.append(path)
-            return default
-        if not isinstance(value, bool):
-            raise SkipRecord(f"{path} is {value!r}, not true or false")
-        return value
-
-    def optional(self, path: str) -> float | None:
-        return None if self.value(path) is None else self.number(path)
-
-    def per_stage(self, path: str) -> tuple[int, ...] | None:
-        value = self.value(path)
-        if value is None:
-            return None
-        many = value if isinstance(value, list) else [value]
-        for item in many:
-            if isinstance(item, bool) or not isinstance(item, int) or item < 1:
-                raise SkipRecord(f"{path} has {item!r}, not a whole number above 0")
-        return tuple(many)
+        super().__init__(entry)
+        self.line = line
 
     # -- parts -------------------------------------------------------------------------------------
     def record(self) -> Record:
@@ -288,7 +255,7 @@ class _Reader:
         status = str(self.entry.get("status", ""))
         if status not in ("ok", "oom", "oom_or_failed"):
             raise SkipRecord(f"status is {status!r}; known are ok, oom and oom_or_failed")
-        family = family_of(self.entry)
+        family = self._family(kind)
         if kind is Kind.FORMULA:
             shape, layout, machine = _nothing(self.text("hardware.gpu"))
         else:
@@ -303,6 +270,17 @@ class _Reader:
             measured=measured, family=family, assumed=tuple(dict.fromkeys(self.assumed)),
             line=self.line,
         )  # fmt: skip
+
+    def _family(self, kind: Kind) -> KernelFamily:
+        """What the record's words name; words that name nothing known are refused."""
+        if kind is not Kind.FORMULA:
+            self.given_flag("parallel.compile")
+            kernel = self.value("parallel.kernel")
+            if kernel is not None and not is_known_kernel(self.text("parallel.kernel")):
+                raise SkipRecord(
+                    f"parallel.kernel is {shown(kernel)}; known are {', '.join(KERNEL_WORDS)}"
+                )
+        return family_of(self.entry)
 
     def _kind(self) -> Kind:
         try:
@@ -342,17 +320,20 @@ class _Reader:
         cp = self.whole("parallel.cp", 1)
         virtual = self.whole("parallel.virtual_stages", 1)
         tp, dp = self._degrees(pp, cp)
-        mbs, gbs, microbatches = self._batches(dp[0], kind)
+        mbs, gbs, microbatches = self._batches(dp, kind)
+        self._check_division(shape, tp, cp, pp * virtual * min(microbatches, 5 * pp))
+        if self.given_flag("parallel.cpu_offload"):
+            raise SkipRecord("parallel.cpu_offload is true, which is not predicted")
         recompute, share = self._recompute()
         precision = self._precision()
-        shares = self._layer_shares(shape, pp)
+        shares = self._layer_shares(shape, pp, virtual)
         return Layout(
             tp=tp, dp=dp, pp=pp, cp=cp, virtual=virtual, layer_shares=shares,
             sequence_parallel=self.flag("parallel.seq_parallel", self._is_nanotron()),
             zero=self._zero(), recompute=recompute, recompute_share=share, mbs=mbs, gbs=gbs,
             microbatches=microbatches, precision=precision,
-            schedule=str(self.value("parallel.schedule") or "1F1B"),
-            async_tp=self.value("parallel.async_tp") is True,
+            schedule=self._schedule(virtual),
+            async_tp=self.given_flag("parallel.async_tp"),
         )  # fmt: skip
 
     def _degrees(self, pp: int, cp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -376,25 +357,58 @@ class _Reader:
             stretched.append(values * pp if len(values) == 1 else values)
         return stretched[0], stretched[1]
 
-    def _batches(self, dp: int, kind: Kind) -> tuple[int, int, int]:
+    def _batches(self, dp: tuple[int, ...], kind: Kind) -> tuple[int, int, int]:
         if kind is Kind.LAYER:
             alone = self.whole("parallel.mbs")
             return alone, alone, 1
         gbs = self.optional("parallel.gbs")
-        mbs: float | None = self.optional("parallel.mbs")
+        mbs = self.optional("parallel.mbs")
         count = self.optional("parallel.microbatches")
         if mbs is None and gbs is not None and count is not None:
             self.assumed.append("parallel.mbs")
-            mbs = max(1.0, gbs / (dp * count))
+            mbs = gbs / (dp[0] * count)
         if count is None and gbs is not None and mbs is not None:
             self.assumed.append("parallel.microbatches")
-            count = gbs / (dp * mbs)
+            count = gbs / (dp[0] * mbs)
         if mbs is None or gbs is None or count is None:
             missing = [n for n, v in (("mbs", mbs), ("gbs", gbs), ("microbatches", count)) if not v]
             raise SkipRecord(f"parallel.{missing[0]} is missing and does not follow from the rest")
-        if mbs != int(mbs) or gbs != int(gbs):
-            raise SkipRecord(f"parallel.mbs {mbs} or parallel.gbs {gbs} is not a whole number")
-        return int(mbs), int(gbs), max(1, round(count))
+        if gbs != mbs * dp[0] * count or any(n != int(n) for n in (mbs, gbs, count)):
+            raise SkipRecord(
+                f"parallel.gbs {gbs:g} is not dp {dp[0]} x mbs {mbs:g} x microbatches {count:g}"
+            )
+        if any(int(mbs) * dp[0] % d for d in dp):
+            raise SkipRecord(
+                f"parallel.dp {max(dp)} does not divide a micro-batch of {mbs * dp[0]:g}"
+            )
+        return int(mbs), int(gbs), int(count)
+
+    def _check_division(self, shape: Shape, tp: tuple[int, ...], cp: int, actions: int) -> None:
+        if shape.heads:
+            for name, size in (("heads", shape.heads), ("ffn", shape.ffn)):
+                if any(size % t for t in tp):
+                    raise SkipRecord(f"parallel.tp {max(tp)} does not divide model.{name} {size}")
+            if shape.heads % shape.kv_heads:
+                raise SkipRecord(
+                    f"model.heads {shape.heads} is no multiple of model.kv_heads {shape.kv_heads}"
+                )
+        if shape.seq % cp:
+            raise SkipRecord(f"parallel.cp {cp} does not divide model.seq {shape.seq}")
+        if actions > MOST_ACTIONS:
+            raise SkipRecord(
+                f"the pipeline has {actions} actions; at most {MOST_ACTIONS} are simulated"
+            )
+
+    def _schedule(self, virtual: int) -> str:
+        """The schedule's name; the record's other fields say whether it is interleaved."""
+        value = self.value("parallel.schedule")
+        if value is None:
+            return "1F1B"
+        if not isinstance(value, str) or value.lower() not in SCHEDULES:
+            raise SkipRecord(f"parallel.schedule is {value!r}; known are {', '.join(SCHEDULES)}")
+        if value.lower() == "gpipe" and virtual > 1:
+            raise SkipRecord(f"parallel.schedule is gpipe, with {virtual} virtual stages")
+        return value
 
     def _recompute(self) -> tuple[Recompute, float]:
         value = self.value("parallel.recompute")
@@ -439,20 +453,32 @@ class _Reader:
             raise SkipRecord(f"parallel.zero_stage is {value!r}; known are 0 to 3")
         return int(str(value))
 
-    def _layer_shares(self, shape: Shape, pp: int) -> tuple[float, ...]:
+    def _layer_shares(self, shape: Shape, pp: int, virtual: int) -> tuple[float, ...]:
         """Layers of each pipeline rank; fractions where a plan cuts inside layers."""
-        bounds, operators = self.value("parallel.layer_split"), self.value("parallel.ops_per_stage")
-        if isinstance(bounds, list) and len(bounds) == pp + 1:
+        bounds = self.numbers("parallel.layer_split", pp + 1)
+        operators = self.numbers("parallel.ops_per_stage", pp)
+        if bounds:
             # entries before and after the layers: embeddings, their casts, norms and the head
             extra = bounds[-1] - shape.layers
-            head = extra // 2
-            first, last = head, head + shape.layers
+            if bounds[0] != 0 or extra < 0 or any(a > b for a, b in pairwise(bounds)):
+                raise SkipRecord(
+                    f"parallel.layer_split must rise from 0 to model.layers {shape.layers} or more"
+                )
+            first = extra // 2
+            last = first + shape.layers
             return tuple(float(max(0, min(b, last) - max(a, first))) for a, b in pairwise(bounds))
-        if isinstance(operators, list) and len(operators) == pp:
+        if operators:
             total = sum(operators)
+            if not total:
+                raise SkipRecord("parallel.ops_per_stage holds no operator")
             return tuple(shape.layers * count / total for count in operators)
         if self._is_nanotron() and shape.arch == "llama":
             return balanced_layers(shape, pp)
+        if shape.layers % (pp * virtual):
+            raise SkipRecord(
+                f"model.layers {shape.layers} do not divide into pp {pp} x virtual stages "
+                f"{virtual}, and parallel.layer_split is missing"
+            )
         return tuple(shape.layers / pp for _ in range(pp))
 
     def _is_nanotron(self) -> bool:
@@ -463,10 +489,10 @@ class _Reader:
         count = self.whole("hardware.n_gpus", used)
         if count != used and self._kind() is Kind.STEP:
             raise SkipRecord(f"hardware.n_gpus is {count}, but the degrees use {used}")
-        per_node = self.optional("hardware.gpus_per_node")
         return Stated(
             gpu=self.text("hardware.gpu"), num_gpus=count,
-            per_node=None if per_node is None else int(per_node),
+            per_node=None if self.value("hardware.gpus_per_node") is None
+            else self.whole("hardware.gpus_per_node"),
             memory_gb=self.optional("hardware.mem_gb"),
             memory_gb_per_s=self.optional("hardware.hbm_gbs"),
             intra_gb_per_s=self.optional("hardware.intra_node_bw_gbs"),
@@ -488,7 +514,14 @@ class _Reader:
             gibibytes * GIB if gibibytes is not None
             else gigabytes * GIB if gigabytes is not None else None
         )  # fmt: skip
-        stages = values.get("stage_max_reserved_mb")
+        stages = self.numbers("measured.stage_max_reserved_mb")
+        if len(stages) > layout.pp:
+            raise SkipRecord(
+                f"measured.stage_max_reserved_mb has {len(stages)} entries, parallel.pp is "
+                f"{layout.pp}"
+            )
+        if gigabytes is not None and gibibytes is None:
+            self.assumed.append("measured.mem_gb")
         forward, backward = (self.optional(f"measured.layer_{name}_ms") for name in ("fwd", "bwd"))
         overhead = self.optional("measured.layer_overhead_pct")
         iteration = None if kind is Kind.LAYER else self._iteration_s(shape, layout, machine)
@@ -496,9 +529,7 @@ class _Reader:
             raise SkipRecord("measured has no iteration time and none follows from what it has")
         return Measured(
             iteration_s=iteration, memory_bytes=memory,
-            stage_memory_bytes=tuple(m * float(MIB) for m in stages)
-            if isinstance(stages, list)
-            else (),
+            stage_memory_bytes=tuple(m * float(MIB) for m in stages),
             layer_forward_s=None if forward is None else forward / 1e3,
             layer_backward_s=None if backward is None else backward / 1e3,
             layer_overhead=None if overhead is None else overhead / 100,

@@ -175,3 +175,14 @@ def test_plan_takes_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plan["mesh"]["dp"] == 4
     assert plan["stages"][0]["zero_level"] == 1
     assert {c["name"] for c in plan["constraints"] if c["origin"] == "user"} == {"dp", "zero"}
+
+
+def test_an_interrupted_profile_says_how_to_go_on(monkeypatch, capsys):
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.api.profiling.profile_machine", interrupted)
+    assert main(["profile"]) == 130
+    assert capsys.readouterr().err == (
+        "autopar: interrupted; --resume goes on with what was measured\n"
+    )

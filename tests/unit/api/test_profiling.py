@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.api.profiling import prices_for, saved_profile
+from autopar.api.profiling import prices_for, profile_machine, saved_profile
 from autopar.capture.tracing import capture
 from autopar.cluster import parse_devices
+from autopar.errors import ConfigError
 from cost_models.analytic import AnalyticCostModel
 from cost_models.local import local_cluster
 from cost_models.measure import measure_local_device
@@ -73,3 +74,15 @@ def test_nothing_is_measured_for_a_profile_of_another_machine(profile, graph, ca
         assert isinstance(prices_for(here, graph=graph), ProfiledCostModel)
     assert "machine is 'another', here it is" in caplog.text
     assert saved_profile() == other
+
+
+@pytest.mark.parametrize("budget_s", [0.0, -1.0, float("nan")])
+def test_a_budget_that_is_no_time_is_refused_before_anything_is_measured(tmp_path, budget_s):
+    with pytest.raises(ConfigError, match="--budget"):
+        profile_machine(tmp_path / "p.json", budget_s=budget_s)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_as_output_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="can't be written"):
+        profile_machine(tmp_path, budget_s=1.0)

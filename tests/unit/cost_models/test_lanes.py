@@ -257,8 +257,21 @@ def test_random_schedules_are_simulated_as_by_brute_force(seed, coupled):
         (lambda: SharedLink(ranks=(0,), lane=COMPUTE), r"is on lane compute"),
         (lambda: StageSeconds(backward_s=1, weight_s=2), r"weight_s is 2, must be between 0 and"),
         (lambda: simulate([[]], [], p2p_s={(0, 1): -1.0}), r"a message of \(0, 1\) takes -1.0 s"),
+        (lambda: simulate([[]], [], p2p_s={(0, 9): 1.0}), r"from stage 0 to 9, but .* 0 stages"),
+        (lambda: simulate([[]], [], p2p_lane={(7, 0): INTER}), r"from stage 7 to 0"),
+        (lambda: simulate([[]], [], p2p_lane=COMPUTE), r"p2p_lane is compute"),
+        (lambda: simulate([[]], [], links=[SharedLink(ranks=(7,))]), r"\(7,\), but .* 1 ranks"),
+        (lambda: SharedLink(ranks=(0, 0)), r"a rank stands twice"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_an_action_given_no_segments_takes_no_time():
+    assert one_rank(F, B, segments={F: (), B: [part(COMPUTE, 2)]}).makespan_s == 2
+    stage = StageSeconds(
+        segments={F: [part(COMPUTE, 3)], B: [part(COMPUTE, 2)]}, segments_at={(B, 0): ()}
+    )
+    assert simulate([[Action(0, F, 0), Action(0, B, 0)]], [stage]).makespan_s == 3

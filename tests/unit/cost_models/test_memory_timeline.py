@@ -156,6 +156,7 @@ def test_what_the_allocator_reserves_is_more_than_what_is_alive():
             ),
             r"rank 0 runs 1F0, but bytes are given for 1 stages",
         ),
+        (lambda: StageMemory(saved_bytes=-1), r"saved_bytes is -1, must be at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):

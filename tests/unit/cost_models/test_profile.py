@@ -25,6 +25,7 @@ from cost_models.profile import (
     PointKind,
     Profile,
     check_same_machine,
+    check_writable,
     dump_profile,
     load_profile,
     op_key,
@@ -150,7 +151,7 @@ def test_the_cache_lies_in_the_given_folder(tmp_path: Path):
             r"has format 'autopar-profile' version 9, expected .*; delete it",
         ),
         ({"machine": 3}, r"machine is 3, must be text"),
-        ({"num_cores": -1}, r"num_cores is -1, must be a whole number of at least 0"),
+        ({"num_cores": -1}, r"num_cores is -1, must be a whole number from 1 to"),
         ({"points": {}}, r"points must be a list"),
         ({"points": [7]}, r"points\[0\]: is a int, must be an object"),
         ({"points": [{"kind": "dance"}]}, r"points\[0\]: kind is 'dance', must be one of matmul"),
@@ -198,7 +199,7 @@ def test_the_cache_lies_in_the_given_folder(tmp_path: Path):
             {"points": [{"kind": "stream", "dtype": "float32", "sizes": [0], "time_s": 1}]},
             r"points\[0\]: point stream: sizes are \(0,\), must be at least 1",
         ),
-        ({"num_ranks": 1.5}, r"num_ranks is 1.5, must be a whole number of at least 0"),
+        ({"num_ranks": 1.5}, r"num_ranks is 1.5, must be a whole number from 1 to"),
         (
             {"points": [{"kind": "stream", "dtype": "float32", "sizes": ["a"], "time_s": 1}]},
             r"sizes is \['a'\], must be a list of whole numbers",
@@ -266,3 +267,33 @@ def test_operators_are_the_same_if_operands_and_arguments_are():
     assert (
         op_key("local.shard", (Ref("a"), Ref("i")), [x, None]) == "local.shard(float32[4, 8], int)"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 20_000, "is not JSON"),
+        ("1" * 5_000, "is not JSON"),
+        ("", "cut short"),
+        (dump_profile(PROFILE)[:-20], "cut short"),
+        (dump_profile(PROFILE).replace('"device"', '"machine"'), "'machine' stands twice"),
+        (dump_profile(PROFILE).replace('"num_ranks": 1', '"num_ranks": 0'), "num_ranks is 0"),
+        (dump_profile(PROFILE).replace("2e-06", "1" + "0" * 400), "must be a number of at most"),
+        (dump_profile(PROFILE).replace('"busy": 1', f'"busy": {10**30}'), "busy is 1000"),
+        (dump_profile(PROFILE).replace("10000000\n", "1000000\n"), "points.5. measures the same"),
+        (dump_profile(PROFILE).replace("true", '"yes"'), "is_complete is 'yes'"),
+    ],
+)
+def test_a_damaged_file_is_refused_whatever_its_text(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_profile(text)
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path):
+    check_writable(tmp_path / "new" / "p.json")
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(ConfigError, match="can't be written: Is a directory"):
+        check_writable(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be written"):
+        check_writable(tmp_path / "file" / "p.json")

@@ -125,7 +125,10 @@ def test_a_compiler_casts_weights_where_they_are_read_and_holds_float32_scores()
 
 
 def test_the_loss_on_split_scores_of_torch_holds_a_float32_copy_more():
-    split = {"tp": 2, "pp": 1, "dp": 8, "microbatches": 1, "zero_stage": 3, "seq_parallel": True}
+    split = {
+        "tp": 2, "pp": 1, "dp": 8, "gbs": 16, "microbatches": 1, "zero_stage": 3,
+        "seq_parallel": True,
+    }  # fmt: skip
     record = parse_record(
         changed(notes="torchtitan", model=LLAMA | {"vocab": 25_600}, parallel=split)
     )
@@ -135,7 +138,7 @@ def test_the_loss_on_split_scores_of_torch_holds_a_float32_copy_more():
     whole = parse_record(
         changed(
             notes="torchtitan", model=LLAMA | {"vocab": 25_600},
-            parallel=split | {"tp": 1, "dp": 16, "seq_parallel": False},
+            parallel=split | {"tp": 1, "dp": 16, "gbs": 32, "seq_parallel": False},
         )
     )  # fmt: skip
     head = pieces_of(whole)[Part.HEAD].backward_peak_bytes

@@ -74,7 +74,32 @@ def test_a_whole_record_is_read_and_says_what_it_assumed():
         (changed(model={"layers": 2.5}), "not a whole number"),
         (changed(model={"seq": float("nan")}), "not a number"),
         (changed(parallel={"tp": "drop", "dp": "drop"}), "the plan is not stated"),
-        (changed(parallel={"dp": 5}), "the degrees use 20"),
+        (changed(parallel={"dp": 5, "gbs": 40}), "the degrees use 20"),
+        (changed(parallel={"gbs": 33}), "gbs 33 is not dp 4 x mbs 2 x microbatches 4"),
+        (changed(parallel={"microbatches": 2.5}), "is not dp 4 x mbs 2 x microbatches 2.5"),
+        (changed(parallel={"microbatches": "drop", "gbs": 36}), "microbatches 4.5"),
+        (changed(parallel={"dp": [4, 3], "gbs": 32}), "does not divide a micro-batch of 8"),
+        (changed(parallel={"tp": []}), "parallel.tp is an empty list"),
+        (changed(parallel={"tp": [2, 2, 2]}), "has 3 entries for pp 2"),
+        (changed(parallel={"pp": 10**12}), "at most 1024 is believed"),
+        (changed(parallel={"mbs": 10**400}), "is believed"),
+        (changed(parallel={"pp": 1024, "gbs": 2**20, "microbatches": 2**17}), "actions"),
+        (changed(parallel={"virtual_stages": 3}), "do not divide into pp 2 x virtual stages 3"),
+        (changed(parallel={"schedule": "zigzag"}), "parallel.schedule is 'zigzag'"),
+        (changed(parallel={"kernel": "magic"}), "parallel.kernel is 'magic'"),
+        (changed(parallel={"compile": "yes"}), "parallel.compile is 'yes'"),
+        (changed(parallel={"async_tp": 1}), "parallel.async_tp is 1"),
+        (changed(parallel={"cpu_offload": True}), "not predicted"),
+        (changed(parallel={"layer_split": [0, 4]}), "layer_split has 2 entries, must have 3"),
+        (changed(parallel={"layer_split": [0, 5, 3]}), "layer_split must rise from 0"),
+        (changed(parallel={"ops_per_stage": ["a", 1]}), "ops_per_stage is 'a', not a number"),
+        (changed(parallel={"ops_per_stage": [0, 0]}), "holds no operator"),
+        (changed(measured={"stage_max_reserved_mb": [None]}), "is None, not a number"),
+        (changed(model={"layers": 10**12}), "model.layers is 1000000000000, at most"),
+        (changed(model={"layers": 5}), "model.layers 5 do not divide into pp 2"),
+        (changed(model={"heads": 1}), "parallel.tp 2 does not divide model.heads 1"),
+        (changed(model={"kv_heads": 3}), "no multiple of model.kv_heads 3"),
+        (changed(hardware={"gpus_per_node": 0.5}), "not a whole number"),
         (changed(parallel={"recompute": "sometimes"}), "has no known meaning"),
         (changed(parallel={"precision": "int4"}), "has no known meaning"),
         (changed(parallel={"zero_stage": 7}), "known are 0 to 3"),
@@ -102,6 +127,74 @@ def test_lines_that_cannot_be_used_are_counted_and_never_guessed(tmp_path):
     assert [s.reason.split(" (")[0] for s in skipped] == [
         "line is no JSON", "line is no JSON object", "model.heads is missing",
     ]  # fmt: skip
+
+
+def test_lines_of_any_form_are_counted_and_never_end_the_command(tmp_path):
+    file = tmp_path / "f.jsonl"
+    good = json.dumps({**ENTRY, "notes": "one\u2028line"}, ensure_ascii=False)
+    bad = ["[" * 20_000, "1" * 5_000, "null", json.dumps({**ENTRY, "source_id": 7}), '{"id": 1']
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([good, *bad, good, ""]).encode())
+    records, skipped = read_records(file)
+    assert [r.name for r in records] == ["made-up-1", "made-up-1"]
+    assert [r.line for r in records] == [1, 7]
+    assert len(skipped) == len(bad)
+
+
+def test_a_file_without_a_record_is_refused(tmp_path):
+    file = tmp_path / "f.jsonl"
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no record"):
+        read_records(file)
+
+
+def test_memory_by_stage_is_of_the_first_stages_and_of_no_more_than_there_are():
+    some = parse_record(changed(measured={"stage_max_reserved_mb": [100.0]}))
+    every = parse_record(changed(measured={"stage_max_reserved_mb": [100.0, 200.0]}))
+    assert some.measured.stage_memory_bytes == (100 * 2**20,)
+    assert every.measured.stage_memory_bytes == (100 * 2**20, 200 * 2**20)
+    with pytest.raises(SkipRecord, match=r"has 3 entries, parallel\.pp is 2"):
+        parse_record(changed(measured={"stage_max_reserved_mb": [100.0, 200.0, 300.0]}))
+
+
+def test_gigabytes_are_taken_as_torch_prints_them_and_that_is_counted():
+    record = parse_record(changed(measured={"mem_gib": None, "mem_gb": 3.0}))
+    assert record.measured.memory_bytes == 3 * 2**30
+    assert "measured.mem_gb" in record.assumed
+    assert "measured.mem_gb" not in parse_record(ENTRY).assumed
+
+
+def test_a_memory_smaller_than_what_a_driver_keeps_is_refused():
+    with pytest.raises(SkipRecord, match="less than a driver keeps"):
+        cluster_of(Stated(gpu="A100-80GB", num_gpus=1, memory_gb=0.001))
+
+
+@pytest.mark.parametrize("name", ["A100-PCIE-40GB", "H100 PCIe 80GB", "H200-NVL-141GB"])
+def test_another_form_of_a_gpu_is_not_taken_for_the_known_one(name):
+    with pytest.raises(SkipRecord, match="only the SXM form is known"):
+        cluster_of(Stated(gpu=name, num_gpus=1))
+
+
+def test_a_gpu_sold_with_fewer_links_has_fewer_unless_the_record_says_otherwise():
+    def intra(gpu, stated=None):
+        cluster = cluster_of(Stated(gpu=gpu, num_gpus=8, intra_gb_per_s=stated))
+        return cluster.machines[0].intra.bandwidth_bytes_per_s
+
+    assert intra("H800-80GB") == pytest.approx(intra("H100-SXM5-80GB") * 200 / 450)
+    assert intra("H800-80GB", 450) == intra("H100-SXM5-80GB")
+
+
+def test_sharded_parameters_name_the_framework_where_no_word_does():
+    plain = changed(parallel={"zero_stage": 3})
+    assert parse_record(plain).family.framework is Framework.FSDP
+    named = parse_record({**plain, "notes": "ZeRO-3 of DeepSpeed"})
+    assert named.family.framework is Framework.DEEPSPEED
+
+
+def test_engines_with_stages_of_their_own_do_not_scatter_messages():
+    assert parse_record(ENTRY).family.scatters_messages
+    record = parse_record(changed(parallel={"ops_per_stage": [30, 26]}))
+    assert record.family.framework is Framework.MEGATRON
+    assert not record.family.scatters_messages
 
 
 def test_a_source_that_is_not_in_the_file_is_refused_with_those_that_are(tmp_path):

@@ -96,7 +96,8 @@ def test_full_recompute_costs_a_forward_and_keeps_inputs_alone():
 
 def test_zero_levels_divide_what_they_say():
     def parts(level):
-        record = parse_record(changed(parallel={"zero_stage": level}))
+        # one framework at every level: sharded parameters are FSDP's unless another is named
+        record = parse_record(changed(notes="DeepSpeed", parallel={"zero_stage": level}))
         return predict_memory(works_of(record)).parts_bytes
 
     plain, one, two, three = (parts(level) for level in range(4))
@@ -183,3 +184,11 @@ def test_the_command_prints_tables_and_writes_every_prediction(data, tmp_path, c
 def test_the_command_refuses_a_file_that_is_not_there(tmp_path, capsys):
     assert main(["--data", str(tmp_path / "absent")]) == 2
     assert "can't be read" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(data, tmp_path, capsys):
+    assert main(["--data", str(data), "--out", str(tmp_path / "none" / "o.json")]) == 2
+    assert main(["--data", str(data), "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.count("name a file in one") == 2
