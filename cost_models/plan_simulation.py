@@ -8,7 +8,8 @@ backward. What was decided with, :mod:`autopar.solver.exact`, had the programs.
 from __future__ import annotations
 
 from autopar.plan.actions import Action, ActionKind
-from autopar.plan.schedule import action_lists, compute_order
+from autopar.plan.orders import plan_order
+from autopar.plan.schedule import action_lists
 from autopar.plan.types import Plan, ScheduleKind, StagePlan
 from cost_models.lanes import Lane, Segment
 from cost_models.memory_timeline import MemoryTimeline, ProgramMemory, StageMemory, memory_timelines
@@ -28,7 +29,7 @@ def simulate_plan(plan: Plan) -> Simulation:
         plan: With figures of its stages; without, everything takes 0 seconds.
     """
     mesh, count = plan.mesh, plan.num_microbatches
-    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, count)
+    order = plan_order(plan)
     ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
     trains = plan.schedule is not ScheduleKind.FORWARD
     lists = action_lists(
@@ -38,10 +39,9 @@ def simulate_plan(plan: Plan) -> Simulation:
         backward_edges=[(t, s) for s, t in ahead] if trains else (),
         zero_levels=[stage.zero_level for stage in plan.stages],
     )
-    own = [range(rank, mesh.num_stages, mesh.pp) for rank in range(mesh.pp)]
     with_update = [
-        [*row, *(Action(stage, K.OPTIMIZER) for stage in stages if trains)]
-        for row, stages in zip(lists, own, strict=True)
+        [*row, *(Action(stage, K.OPTIMIZER) for stage in mesh.stages_of(rank) if trains)]
+        for rank, row in enumerate(lists)
     ]
     links = {(s, t): plan.stages[s].time.p2p_s for e in ahead for s, t in (e, e[::-1])}
     return simulate(with_update, [_seconds(s, count) for s in plan.stages], p2p_s=links)

@@ -97,6 +97,11 @@ def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: i
             rounds, all_first = [num_microbatches], False
         case ScheduleKind.INTERLEAVED:
             rounds, all_first = round_sizes(pp, num_microbatches), False
+        case _:
+            raise ConfigError(
+                f"compute_order: schedule {kind.value!r} splits backwards; its order is that of "
+                "autopar.plan.orders.order_of"
+            )
     forwards, backwards = _chunk_orders(rounds, virtual)
     total = len(forwards)
     result = []
@@ -182,8 +187,8 @@ def action_lists(
     and the RECVs it needs, itself, the SENDs of what it made, RESHARD, REDUCE_GRAD; last SYNC_TIED.
 
     Args:
-        order: From :func:`compute_order` or :func:`forward_order`; or one of
-            :mod:`autopar.plan.zero_bubble`, whose stages may lie on other ranks than the mesh says.
+        order: From :func:`autopar.plan.orders.order_of` or :func:`forward_order`. A rank's stages
+            are those that it computes, whatever the mesh says.
         mesh: Tells the number of stages.
         forward_edges: (s, t), s < t, where a forward of t reads a value of the forward of s. Any
             pair, neighbours or not: a value that skips stages is sent straight.

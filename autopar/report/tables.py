@@ -53,7 +53,7 @@ def devices_memory_table(plan: Plan, width: int) -> Lines:
     columns = [*numbers("ranks", "stages", "at the peak", "of limit")]
     rows = []
     for rank in range(mesh.pp):
-        stages = plan.stages[rank :: mesh.pp]
+        stages = [plan.stages[s] for s in mesh.stages_of(rank)]
         held = sum(s.memory.total_bytes - s.memory.transient_bytes for s in stages)
         total = held + max(s.memory.transient_bytes for s in stages)
         rows.append(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from autopar.ir.graph import Graph
-from autopar.plan.schedule import compute_order
+from autopar.plan.orders import plan_order
 from autopar.plan.schedule_text import draw_schedule
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan, ScheduleKind
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
@@ -39,6 +39,8 @@ SCHEDULE_WORDS = {
     ScheduleKind.GPIPE: "GPipe",
     ScheduleKind.ONE_F_ONE_B: "1F1B",
     ScheduleKind.INTERLEAVED: "interleaved 1F1B",
+    ScheduleKind.ZERO_BUBBLE: "zero bubble (ZB-H1)",
+    ScheduleKind.ZBV: "zero bubble in a V (ZB-V)",
     ScheduleKind.FORWARD: "forwards only (inference)",
 }
 DEFAULT_WIDTH = 100
@@ -276,9 +278,7 @@ def _zero_words(plan: Plan) -> Iterator[str]:
 
 
 def _schedule(plan: Plan, width: int) -> Lines:
-    mesh = plan.mesh
-    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, plan.num_microbatches)
-    return draw_schedule(order, max_width=width).splitlines()
+    return draw_schedule(plan_order(plan), max_width=width).splitlines()
 
 
 def _recompute(facts: Facts, width: int) -> Lines:

@@ -15,7 +15,8 @@ from autopar.capture.reference import bind_inputs, run_graph, whole_parameters
 from autopar.capture.tracing import capture
 from autopar.ir.graph import Graph, InputKind, Node
 from autopar.ir.promote import promote
-from autopar.plan.schedule import action_lists, compute_order
+from autopar.plan.orders import order_of
+from autopar.plan.schedule import action_lists
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.runtime.simulate import SimulatedStep, simulate_step
 from autopar.sharding.build import localize, signatures_of
@@ -67,10 +68,11 @@ def actions_for(
     microbatches: int,
     kind: ScheduleKind,
     zero: Sequence[int],
+    warmup: Sequence[int] | None = None,
 ) -> Sequence[Sequence[object]]:
     """The action lists of every pipeline rank."""
     tied = [(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner]
-    order = compute_order(kind, mesh.pp, mesh.virtual, microbatches)
+    order = order_of(kind, mesh, microbatches, warmup)
     return action_lists(
         order,
         mesh,
