@@ -174,8 +174,37 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Where the seconds of a step go on the pipeline rank that is busy longest.
+
+    Attributes:
+        compute_s: Operators of all micro-batches, recomputing included.
+        collectives_s: Collectives of all micro-batches.
+        once_s: Once per step: gradients reduced, parameters gathered.
+        optimizer_s: The optimizer's step.
+        waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
+    """
+
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+    once_s: float = 0.0
+    optimizer_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the terms: the step."""
+        busy_s = self.compute_s + self.collectives_s + self.once_s + self.optimizer_s
+        return busy_s + self.waiting_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was considered: what it was and why it lost (empty for the winner)."""
+    """A plan that was considered: what it was and why it lost (empty for the winner).
+
+    Attributes:
+        terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
+    """
 
     mesh: MeshShape
     num_microbatches: int
@@ -185,6 +214,7 @@ class Candidate:
     time_s: float
     peak_bytes: int
     reason: str
+    terms: TimeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
