@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeAlias, cast, get_args, get_origin, get_type_hints
 
 from autopar.errors import PlanError
-from autopar.plan.types import Candidate, MeshShape, Plan
+from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
 VERSION = 4
@@ -29,17 +29,19 @@ READABLE = (1, 2, 3, 4)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-_LATER: Mapping[type, Mapping[str, tuple[Json, int]]] = {
-    Plan: {
+_LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
+    "Plan": {
         "precision": (None, 2),
         "precision_words": ({}, 2),
         "peak_at": ("", 3),
         "warmup": (None, 4),
+        "rank_bytes": ([], 4),
     },
-    MeshShape: {"placement": ("loop", 4)},
-    Candidate: {"warmup": (None, 4)},
+    "MeshShape": {"placement": ("loop", 4)},
+    "TimeParts": {"weight_s": (0.0, 4)},
+    "Candidate": {"terms": (None, 4), "warmup": (None, 4)},
 }
-"""Fields that came later, by record: their value in older files, and the first version."""
+"""Record -> fields that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _REDO = "restore the file, or plan again"
@@ -95,8 +97,7 @@ def plan_from_json(text: str, *, source: str = "<text>", accept_edits: bool = Fa
             f"its content has {found:.12}...; plan again, or accept the edit with "
             "load_plan(path, accept_edits=True) or --accept-edits"
         )
-    value = _with_texts(body, source)
-    return cast(Plan, _Reader(source, version).read(value, Plan, "plan"))
+    return cast(Plan, _Reader(source, version).read(_with_texts(body, source), Plan, "plan"))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -271,7 +272,7 @@ class _Reader:
             resolved = get_type_hints(kind)
             self.hints[kind] = {f.name: resolved[f.name] for f in fields(kind)}
         hints = self.hints[kind]
-        later = _LATER.get(kind, {})
+        later = _LATER.get(kind.__name__, {})
         value = {**{n: v for n, (v, since) in later.items() if since > self.version}, **value}
         missing = [name for name in hints if name not in value]
         unknown = [name for name in value if name not in hints]

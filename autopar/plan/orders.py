@@ -55,6 +55,11 @@ def forwards_of(mesh: MeshShape, num_microbatches: int) -> Order:
     return _placed(forward_order(mesh.pp, mesh.virtual, num_microbatches), mesh)
 
 
+def receives_ahead(warmup: Sequence[int] | None) -> int:
+    """Computes by which receives are posted early: a deeper warm-up hides messages only so."""
+    return 0 if warmup is None else 1
+
+
 def plan_order(plan: Plan) -> Order:
     """The order of a plan.
 

@@ -155,7 +155,8 @@ class MemoryParts:
 class TimeParts:
     """Seconds of one micro-batch on a stage, and once-per-step work.
 
-    ``forward_s`` and ``backward_s`` include their collectives.
+    ``forward_s`` and ``backward_s`` include their collectives. ``weight_s`` is the part of
+    ``backward_s`` that makes the gradients of weights, where a schedule runs it apart; else 0.
     """
 
     forward_s: float = 0.0
@@ -166,6 +167,7 @@ class TimeParts:
     reduce_s: float = 0.0
     unshard_s: float = 0.0
     optimizer_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +217,38 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Where the seconds of a step go on the pipeline rank that is busy longest.
+
+    Attributes:
+        compute_s: Operators of all micro-batches, recomputing included.
+        collectives_s: Collectives of all micro-batches.
+        once_s: Once per step: gradients reduced, parameters gathered.
+        optimizer_s: The optimizer's step.
+        waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
+    """
+
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+    once_s: float = 0.0
+    optimizer_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the terms: the step."""
+        busy_s = self.compute_s + self.collectives_s + self.once_s + self.optimizer_s
+        return busy_s + self.waiting_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was considered: what it was and why it lost (empty for the winner)."""
+    """A plan that was considered: what it was and why it lost (empty for the winner).
+
+    Attributes:
+        terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
+        warmup: As in :class:`Plan`.
+    """
 
     mesh: MeshShape
     num_microbatches: int
@@ -226,6 +258,7 @@ class Candidate:
     time_s: float
     peak_bytes: int
     reason: str
+    terms: TimeTerms | None = None
     warmup: tuple[int, ...] | None = None
 
 
@@ -267,6 +300,8 @@ class Plan:
         precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
         warmup: Forwards that each pipeline rank runs before its first backward, for 1F1B alone;
             None: as few as keep the pipeline full (``pp - rank``).
+        rank_bytes: Predicted peak of each pipeline rank's devices; empty where it is what its
+            stages take, added up.
     """
 
     model_hash: str
@@ -295,6 +330,7 @@ class Plan:
     precision: str | None = None
     precision_words: Mapping[str, str] = field(default_factory=dict)
     warmup: tuple[int, ...] | None = None
+    rank_bytes: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:

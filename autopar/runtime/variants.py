@@ -19,7 +19,7 @@ from autopar.capture.tracing import Captured
 from autopar.errors import InputError, PlanError
 from autopar.ir.graph import Graph, InputKind, Phase
 from autopar.plan.actions import Action
-from autopar.plan.orders import forwards_of, order_of, plan_order
+from autopar.plan.orders import forwards_of, order_of, plan_order, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists
 from autopar.plan.types import DP_AXIS, TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.fitting import FittedData, fit_data_axes, planned_batch
@@ -134,6 +134,7 @@ def schedule_actions(
         backward_edges=local.backward_edges if backward else (),
         tied=sorted(tied),
         zero_levels=[stage.zero_level for stage in plan.stages],
+        prefetch=receives_ahead(plan.warmup),
     )
 
 
