@@ -55,6 +55,15 @@ def forwards_of(mesh: MeshShape, num_microbatches: int) -> Order:
     return _placed(forward_order(mesh.pp, mesh.virtual, num_microbatches), mesh)
 
 
+def plain_warmup(pp: int) -> tuple[int, ...]:
+    """Depths of plain 1F1B: as few as keep the pipeline full.
+
+    >>> plain_warmup(3)
+    (3, 2, 1)
+    """
+    return tuple(pp - rank for rank in range(pp))
+
+
 def receives_ahead(warmup: Sequence[int] | None) -> int:
     """Computes by which receives are posted early: a deeper warm-up hides messages only so."""
     return 0 if warmup is None else 1

@@ -139,8 +139,9 @@ def _shares(problem: StageProblem, *, by_leanest: bool) -> list[int]:
     saved = sum(pick(o.saved_bytes for o in b.options) for b in problem.blocks)
     weights = [state + flight * saved + 1 for flight in problem.in_flight]
     return [
-        room * weights[s] // sum(weights[s % problem.pp :: problem.pp])
+        room * weights[s] // sum(weights[other] for other in rank_stages)
         for s in range(problem.num_stages)
+        for rank_stages in (problem.stages_of(problem.mesh.pipeline_rank(s)),)
     ]
 
 

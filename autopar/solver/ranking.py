@@ -7,7 +7,10 @@ once per step, ``p`` the pipeline ranks, ``M`` the micro-batches:
 * one stage per rank: rank d works ``M t_d`` and idles at least ``sum_{s<d} t_s`` while the pipeline
   fills and drains. The least over all cuts of the largest such sum is found block by block; with
   work that divides freely it is ``a / (1 - (1 - 1/M)^p)``. Either way ``o / p`` comes on top;
-* several stages per rank: ``max((M a + o) / p, a, M times the largest block)``.
+* one stage per rank, backwards that may be run in halves: rank d idles ``sum_{s<d} f_s`` while the
+  pipeline fills, and need not idle while it drains;
+* several stages per rank: ``max((M a + o) / p, a, M times the largest block)``, without the ``a``
+  if backwards are run in halves.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.plan.schedule import action_lists, compute_order, in_flight
-from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.schedule_choice import best_order, flights, may_split_backward
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import Pass, SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
@@ -34,7 +36,6 @@ from autopar.solver.stages_problem import (
     surrogate_s,
 )
 from cost_models.base import slowest_group
-from cost_models.simulate import StageSeconds, simulate
 
 Sizes = tuple[int, int, int]
 BISECTIONS = 30
@@ -107,10 +108,12 @@ class Least:
     Attributes:
         block_s: Seconds per micro-batch of every block.
         once_s: Seconds per step of the parameters.
+        forward_s: The part of ``block_s`` that is forward.
     """
 
     block_s: tuple[float, ...]
     once_s: float
+    forward_s: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -161,11 +164,17 @@ class Ranker:
             # once-per-step work depends on the ZeRO level: its most is taken off the splits' bound
             rest_s = (self._splits[key].bound_s - self._most_once(key)) / count
             total = max(total, rest_s)
+        splits = may_split_backward(shape.schedule, shape.mesh, self.analysis.constraints)
         if shape.mesh.virtual > 1:
-            busy_s = max((count * total + least.once_s) / p, total)
+            busy_s = max((count * total + least.once_s) / p, 0.0 if splits else total)
             return max(busy_s, count * max(blocks))
-        fill_s = total / (1.0 - (1.0 - 1.0 / count) ** p)
-        return max(fill_s, _best_cut_s(blocks, p, count)) + least.once_s / p
+        if not splits:
+            fill_s = total / (1.0 - (1.0 - 1.0 / count) ** p)
+            return max(fill_s, _best_cut_s(blocks, blocks, p, count)) + least.once_s / p
+        fills = [time_s * share for time_s in least.forward_s]
+        # work beyond the least may be all backward: it fills no pipeline
+        busy_s = max(count * total / p, _best_cut_s(blocks, fills, p, count))
+        return busy_s + least.once_s / p
 
     def _most_once(self, key: tuple[int, int, int, int]) -> float:
         """The most that parameters can cost once per step."""
@@ -186,6 +195,8 @@ class Ranker:
             problem = self.analysis.problem(sizes, 1 if sizes[1] > 1 else 0)
             block_of = self.analysis.chain.block_of
             block_s = [0.0] * len(self.analysis.chain.blocks)
+            forward_s = [0.0] * len(block_s)
+            backward = {n for b in self.analysis.chain.blocks for n in b.backward}
             once_s = 0.0
             for variable in problem.variables:
                 least = min(o.time_s for o in variable.options)
@@ -194,7 +205,9 @@ class Ranker:
                     continue
                 for name in variable.members if least else ():
                     block_s[block_of.get(name, 0)] += least / sizes[0]
-            self._least[sizes] = Least(tuple(block_s), once_s)
+                    if name not in backward:
+                        forward_s[block_of.get(name, 0)] += least / sizes[0]
+            self._least[sizes] = Least(tuple(block_s), once_s, tuple(forward_s))
         return self._least[sizes]
 
     # -- choices -------------------------------------------------------------------------------
@@ -325,16 +338,24 @@ class Ranker:
         return self._estimated(ranked)
 
     def _estimated(self, ranked: Ranked) -> Ranked:
-        """With the simulated time of its estimated stages: surrogates flatter uneven stages."""
+        """In its best order, with its simulated time: surrogates flatter uneven stages."""
+        shape = ranked.shape
+        found = best_order(
+            shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
+            self.analysis.constraints,
+        )  # fmt: skip
         return replace(
-            ranked, estimate_s=simulated_s(ranked.shape, ranked.stage_problem, ranked.stages)
+            ranked,
+            shape=replace(shape, schedule=found.schedule, warmup=found.warmup),
+            stage_problem=found.problem,
+            stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
+            estimate_s=found.time_s,
         )
 
     # -- stages --------------------------------------------------------------------------------
     def stage_problem(self, shape: Shape, table: BlockTable, limit_bytes: int) -> StageProblem:
         """The cut problem of a shape under given splits."""
         mesh, count = shape.mesh, shape.num_microbatches
-        order = compute_order(shape.schedule, mesh.pp, mesh.virtual, count)
         boundary_s = (0.0,) * len(table.boundary_bytes)
         if mesh.pp > 1:
             ends = slowest_group(self.analysis.cluster, mesh, "pp")
@@ -350,9 +371,10 @@ class Ranker:
             virtual=mesh.virtual,
             num_microbatches=count,
             schedule=shape.schedule,
-            in_flight=tuple(in_flight(order, s) for s in range(mesh.num_stages)),
+            in_flight=flights(shape.schedule, mesh, count, shape.warmup),
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
+            placement=mesh.placement,
         )
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:
@@ -375,33 +397,10 @@ class Ranker:
         )
 
 
-def simulated_s(shape: Shape, problem: StageProblem, solution: StageSolution) -> float:
-    """Simulated seconds of a step from the menus' figures; once-per-step work is added last."""
-    mesh = shape.mesh
-    runs = bounds(solution.starts, len(problem.blocks))
-    chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
-    seconds = [
-        StageSeconds(
-            forward_s=sum(o.forward_s for o in chosen[low:high]),
-            backward_s=sum(o.backward_s for o in chosen[low:high]),
-        )
-        for low, high in runs
-    ]
-    step = [sum(b.step_s for b in problem.blocks[low:high]) for low, high in runs]
-    order = compute_order(shape.schedule, mesh.pp, mesh.virtual, shape.num_microbatches)
-    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
-    back = [(s, s - 1) for s in range(1, mesh.num_stages)]
-    lists = action_lists(order, mesh, forward_edges=ahead, backward_edges=back)
-    links = {}
-    ways = 1 if shape.schedule is not ScheduleKind.FORWARD else 2  # a message is the mean of both
-    for s, start in enumerate(solution.starts, 1):
-        links[s - 1, s] = links[s, s - 1] = ways * problem.boundary_s[start - 1]
-    run = simulate(lists, seconds, p2p_s=links)
-    return run.makespan_s + max(sum(step[d :: mesh.pp]) for d in range(mesh.pp))
-
-
-def _best_cut_s(blocks: Sequence[float], stages: int, count: int) -> float:
-    """Least over all cuts of the largest ``M t_s + sum of t before s``, from below.
+def _best_cut_s(
+    blocks: Sequence[float], fills: Sequence[float], stages: int, count: int
+) -> float:
+    """Least over all cuts of the largest ``M t_s + sum of fills before s``, from below.
 
     A stage takes as many blocks as a limit allows: for a given limit that is the best it can do.
     """
@@ -412,10 +411,11 @@ def _best_cut_s(blocks: Sequence[float], stages: int, count: int) -> float:
         middle = (low + high) / 2
         done, used, at = 0.0, 0.0, 0
         for _ in range(stages):
-            used = 0.0
+            used = filled = 0.0
             while at < len(blocks) and count * (used + blocks[at]) + done <= middle:
                 used += blocks[at]
+                filled += fills[at]
                 at += 1
-            done += used
+            done += filled
         low, high = (low, middle) if at == len(blocks) else (middle, high)
     return low

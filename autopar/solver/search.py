@@ -311,6 +311,7 @@ class _Search:
             zero_levels=decisions.zero_levels,
             optimizer=analysis.optimizer,
             optimizer_s_per_byte=analysis.optimizer_s_per_byte,
+            warmup=ranked.shape.warmup,
         )
         figures = exact_figures(programs, setting)
         fits = figures.peak_bytes <= self.limit_bytes

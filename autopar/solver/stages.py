@@ -12,6 +12,9 @@ Minimise a surrogate of the step (the event simulator decides later):
 * 1F1B: ``sum_s t_s + 2 sum_s c_s + (M - 1) P``, with one row per dependency cycle i..j:
   ``(j - i + 1) P >= sum_{i..j} t + 2 sum_{i<s<=j} c_s``;
 * GPipe: ``sum_s t_s + 2 sum_s c_s + (M - 1) (P_f + P_b)``, the slowest forward and backward;
+* zero bubble (backwards in two halves, of which ``w_s`` may run at any time): the larger of every
+  rank's ``M sum t + sum of f before it``, and ``sum_s (t_s - w_s) + 2 sum_s c_s + (M - 1) max_s
+  t_s``;
 * interleaved: the larger of ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})``, with P the sum over chunks
   of their slowest stage (ranks pass the chunks in step), and ``sum_s t_s + 2 sum_s c_s + (M - 1)
   max_s t_s``: with fewer micro-batches than ranks one comes round before the rank is ready for it;
@@ -32,7 +35,7 @@ count variables replace tied copies (tying is suboptimal as soon as memory binds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ortools.sat.python import cp_model
@@ -180,7 +183,7 @@ class _Program:
         for device in range(problem.pp):
             terms: list[Expr] = []
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
-            for s in range(device, problem.num_stages, problem.pp):
+            for s in problem.stages_of(device):
                 terms += [
                     _units(block.state_bytes) * self._x[i][s]
                     for i, block in enumerate(problem.blocks)
@@ -212,7 +215,10 @@ class _Program:
             for s in range(stages)
         ]
         for d in range(p):
-            model.add(step >= _sum(steps[d::p]))
+            model.add(step >= _sum(steps[s] for s in problem.stages_of(d)))
+        if problem.schedule.splits_backward:
+            self._split_objective(forward, total, message, step, top)
+            return
         if problem.virtual > 1:
             chunks = [model.new_int_var(0, top, f"chunk{k}") for k in range(problem.virtual)]
             for s in range(stages):
@@ -245,6 +251,28 @@ class _Program:
                 model.add(period >= scale // (j - i + 1) * cycle)
         model.minimize(scale * base + (count - 1) * period)
         self.unit_s /= scale
+
+    def _split_objective(
+        self,
+        forward: Sequence[Expr],
+        total: Sequence[Expr],
+        message: Sequence[Expr],
+        step: cp_model.IntVar,
+        top: int,
+    ) -> None:
+        """The larger of every rank's work behind its fill, and of the way of one micro-batch."""
+        problem, model = self.problem, self.model
+        count = problem.num_microbatches
+        slowest = model.new_int_var(0, top, "slowest")
+        body = model.new_int_var(0, (count + 2 * problem.pp) * top, "body")
+        for s in range(problem.num_stages):
+            model.add(slowest >= total[s])
+        for d in range(problem.pp):
+            busy = _sum(total[s] for s in problem.stages_of(d))
+            model.add(body >= count * busy + _sum(forward[:d]) + _sum(message[: d + 1]))
+        first = _sum(total) - _sum(self._time(s, "weight_s") for s in range(problem.num_stages))
+        model.add(body >= first + 2 * _sum(message) + (count - 1) * slowest)
+        model.minimize(body + step)
 
     def start_from(self, choice: tuple[tuple[int, ...], tuple[int, ...]] | None) -> None:
         """Hint a choice, and what follows from it: a part of an assignment is no start."""

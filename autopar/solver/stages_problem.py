@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.plan.types import ScheduleKind
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class Option:
         backward_s: Seconds of backward per micro-batch, recomputing included.
         saved_bytes: Kept from forward to backward per micro-batch in flight.
         transient_bytes: The most that is alive inside one pass beyond that.
+        weight_s: The part of ``backward_s`` that makes gradients of weights alone.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Option:
     backward_s: float
     saved_bytes: int
     transient_bytes: int
+    weight_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -61,13 +63,14 @@ class StageProblem:
         blocks: In forward order.
         boundary_s: Seconds of one message over the boundary before block 1, 2, ..., one way.
         pp: Pipeline ranks.
-        virtual: Stages per rank; stage ``s`` runs on rank ``s % pp``.
+        virtual: Stages per rank.
         num_microbatches: Micro-batches per step.
         schedule: Order of forwards and backwards.
         in_flight: Most micro-batches alive at once, per stage.
         limit_bytes: Memory of a device.
         base_bytes: Bytes on every device whatever it runs.
         fixed_starts: First block of stages 1, 2, ... if given by the user.
+        placement: Which rank has which stages.
     """
 
     blocks: tuple[BlockMenu, ...]
@@ -80,11 +83,21 @@ class StageProblem:
     limit_bytes: int
     base_bytes: int = 0
     fixed_starts: tuple[int, ...] | None = None
+    placement: StagePlacement = StagePlacement.LOOP
 
     @property
     def num_stages(self) -> int:
         """Stages of all ranks."""
         return self.pp * self.virtual
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The pipeline alone."""
+        return MeshShape(pp=self.pp, virtual=self.virtual, placement=self.placement)
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank."""
+        return self.mesh.stages_of(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +140,18 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
     step = [sum(problem.blocks[i].step_s for i in range(*run)) for run in runs]
     message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
     count, p = problem.num_microbatches, problem.pp
-    device_step = max(sum(step[d::p]) for d in range(p))
+    device_step = max(sum(step[s] for s in problem.stages_of(d)) for d in range(p))
     rounds = (ScheduleKind.GPIPE, ScheduleKind.FORWARD)
     if problem.schedule in rounds and problem.virtual == 1:
         period = max(forward) + max(backward)
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
+    if problem.schedule.splits_backward:
+        weight = [sum(chosen[i].weight_s for i in range(*run)) for run in runs]
+        first = [t - w for t, w in zip(total, weight, strict=True)]
+        ahead = [sum(forward[:d]) + sum(message[: d + 1]) for d in range(p)]
+        busy = [sum(total[s] for s in problem.stages_of(d)) for d in range(p)]
+        chain = sum(first) + 2 * sum(message) + (count - 1) * max(total)
+        return max(*(a + count * b for a, b in zip(ahead, busy, strict=True)), chain) + device_step
     if problem.virtual == 1:
         period = max(
             (sum(total[i : j + 1]) + 2 * sum(message[i + 1 : j + 1])) / (j - i + 1)
@@ -154,7 +174,7 @@ def memory_bytes(
     result = []
     for device in range(problem.pp):
         amount, transient = problem.base_bytes, 0
-        for stage in range(device, problem.num_stages, problem.pp):
+        for stage in problem.stages_of(device):
             for i in range(*runs[stage]):
                 option = problem.blocks[i].options[options[i]]
                 amount += problem.blocks[i].state_bytes
