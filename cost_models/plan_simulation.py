@@ -17,6 +17,7 @@ from cost_models.simulate import StageSeconds, simulate
 from cost_models.spans import Simulation
 
 K = ActionKind
+_PASSES = (K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT)
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -58,14 +59,16 @@ def plan_memory(plan: Plan, simulation: Simulation) -> tuple[MemoryTimeline, ...
     for stage in plan.stages:
         parts = stage.memory
         transient = ProgramMemory((0, parts.transient_bytes, 0))
+        saved = parts.activations_bytes // max(1, stage.num_in_flight)
         stages.append(
             StageMemory(
                 params_bytes=parts.params_bytes,
                 grads_bytes=parts.grads_bytes,
                 optimizer_bytes=parts.optimizer_bytes,
                 buffers_bytes=parts.buffers_bytes,
-                saved_bytes=parts.activations_bytes // max(1, stage.num_in_flight),
-                programs={K.FORWARD: transient, K.BACKWARD: transient},
+                saved_bytes=saved,
+                weight_saved_bytes=saved,
+                programs=dict.fromkeys(_PASSES, transient),
             )
         )
     return memory_timelines(simulation, stages)
@@ -89,8 +92,13 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
             return [compute]
         return [compute, Segment(lane=Lane.INTRA, seconds=comm_s, label="collectives")]
 
+    # where the collectives of a backward stand is not known: first with the inputs' gradients
+    input_s = max(0.0, time.backward_s - time.weight_s)
+    input_comm_s = min(time.backward_comm_s, input_s)
     return StageSeconds(
         segments={
+            K.BACKWARD_INPUT: parts(input_s, input_comm_s),
+            K.BACKWARD_WEIGHT: parts(time.weight_s, time.backward_comm_s - input_comm_s),
             K.FORWARD: parts(time.forward_s, time.forward_comm_s),
             K.BACKWARD: parts(time.backward_s, time.backward_comm_s),
             K.REDUCE_GRAD: parts(time.reduce_s / reductions, time.reduce_s / reductions),
