@@ -23,7 +23,14 @@ from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
-from autopar.solver.schedule_choice import best_order, flights, may_split_backward
+from autopar.solver.schedule_choice import (
+    ChosenOrder,
+    best_order,
+    flights,
+    is_open_order,
+    may_split_backward,
+    plain_order,
+)
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import Pass, SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
@@ -344,13 +351,16 @@ class Ranker:
             shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
             self.analysis.constraints,
         )  # fmt: skip
-        return replace(
-            ranked,
-            shape=replace(shape, schedule=found.schedule, warmup=found.warmup),
-            stage_problem=found.problem,
-            stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
-            estimate_s=found.time_s,
-        )
+        return _in_order(ranked, found)
+
+    def in_plain_order(self, ranked: Ranked) -> Ranked | None:
+        """The same cuts as plain 1F1B, which holds less; None if they are, or must not be."""
+        shape = ranked.shape
+        if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
+            return None
+        found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
+        plain = _in_order(ranked, found)
+        return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
     def stage_problem(self, shape: Shape, table: BlockTable, limit_bytes: int) -> StageProblem:
@@ -395,6 +405,16 @@ class Ranker:
             memory_bytes=memory_bytes(problem, starts, options),
             is_optimal=False,
         )
+
+
+def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
+    return replace(
+        ranked,
+        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
+        stage_problem=found.problem,
+        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
+        estimate_s=found.time_s,
+    )
 
 
 def _best_cut_s(

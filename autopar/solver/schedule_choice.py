@@ -95,7 +95,7 @@ def best_order(
     own = _tried(schedule, warmup, mesh, problem, stages)
     if not is_open_order(schedule, mesh, wish):
         return own
-    best = plain = _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages)
+    best = plain = plain_order(mesh, problem, stages)
     limit_s = plain.time_s * (1 - LEAST_GAIN)
     for kind, depths in _others(mesh, plain, stages, wish):
         found = _tried(kind, depths, mesh, problem, stages)
@@ -105,6 +105,11 @@ def best_order(
     if best is plain and max(plain.memory_bytes) > problem.limit_bytes:
         return own
     return best
+
+
+def plain_order(mesh: MeshShape, problem: StageProblem, stages: StageSolution) -> ChosenOrder:
+    """Plain 1F1B of given cuts."""
+    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages)
 
 
 def _others(
