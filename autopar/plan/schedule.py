@@ -171,6 +171,37 @@ def in_flight(order: Order, stage: int) -> int:
     return most
 
 
+def alive_together(order: Order) -> tuple[tuple[Mapping[int, int], ...], ...]:
+    """What is in flight in all stages of a rank at once: moments that no other one exceeds.
+
+    Per pipeline rank, tables of stage -> micro-batches whose forward has begun and whose backward
+    has not ended. Where there are no backwards it is 1 for one stage at a time.
+
+    >>> order = compute_order(ScheduleKind.INTERLEAVED, pp=1, virtual=2, num_microbatches=2)
+    >>> print(alive_together(order)[0])
+    ({0: 1, 1: 1}, {0: 2, 1: 0})
+    """
+    return tuple(_alive(row) for row in order)
+
+
+def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, int], ...]:
+    stages = sorted({c.stage for c in row})
+    if all(c.kind is F for c in row):
+        return tuple({s: int(s == one) for s in stages} for one in stages)
+    alive = dict.fromkeys(stages, 0)
+    seen: dict[tuple[int, ...], None] = {}
+    for compute in row:
+        alive[compute.stage] += {F: 1, I: 0}.get(compute.kind, -1)
+        if compute.kind is F:
+            seen[tuple(alive.values())] = None
+    most = [
+        v
+        for v in seen
+        if not any(o != v and all(a >= b for a, b in zip(o, v, strict=True)) for o in seen)
+    ]
+    return tuple(dict(zip(stages, v, strict=True)) for v in most)
+
+
 def action_lists(
     order: Order,
     mesh: MeshShape,

@@ -25,6 +25,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
 from autopar.solver.schedule_choice import (
     ChosenOrder,
+    alive_of,
     best_order,
     flights,
     is_open_order,
@@ -385,6 +386,7 @@ class Ranker:
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
             placement=mesh.placement,
+            together=alive_of(shape.schedule, mesh, count, shape.warmup),
         )
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:

@@ -15,11 +15,11 @@ Source: eager 1F1B: Zhuang et al., MLSys 2023. Zero bubble: Qi et al., ICLR 2024
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import Order, action_lists, in_flight
+from autopar.plan.schedule import Order, action_lists, alive_together, in_flight
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
@@ -54,6 +54,13 @@ def flights(
     """Most micro-batches alive at once, by stage."""
     order = order_of(schedule, mesh, count, warmup)
     return tuple(in_flight(order, stage) for stage in range(mesh.num_stages))
+
+
+def alive_of(
+    schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
+) -> tuple[tuple[Mapping[int, int], ...], ...]:
+    """What is alive at once in the stages of a rank; empty where each rank has one stage."""
+    return alive_together(order_of(schedule, mesh, count, warmup)) if mesh.virtual > 1 else ()
 
 
 def is_open_order(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:

@@ -23,7 +23,8 @@ each with the device's once-per-step work added to the slowest, subject to
 
 (1) contiguous:   ``g[i, s] <= g[i + 1, s]``, ``g[i, s + 1] <= g[i - 1, s]`` (no stage is empty)
 (2) counts:       ``sum_o n[s, k, o] = sum_{i of kind k} x[i, s]``
-(3) memory:       per device ``sum state + in_flight_s * saved + largest transient <= limit``
+(3) memory:       per device, at every moment that no other one exceeds in what is in flight,
+                  ``sum state + in_flight_s * saved + largest transient <= limit``
 (4) fixed cuts:   ``g`` given where the user named the boundaries
 
 The greedy bound of the slowest stage is a lower bound of the period's domain.
@@ -182,8 +183,10 @@ class _Program:
             return  # the row can't bind
         for device in range(problem.pp):
             terms: list[Expr] = []
+            saved: dict[int, list[tuple[int, cp_model.IntVar]]] = {}
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
             for s in problem.stages_of(device):
+                saved[s] = []
                 terms += [
                     _units(block.state_bytes) * self._x[i][s]
                     for i, block in enumerate(problem.blocks)
@@ -191,11 +194,17 @@ class _Program:
                 ]
                 for (kind, o), count in self._n[s].items():
                     option = self._option(kind, o)
-                    terms.append(_units(problem.in_flight[s] * option.saved_bytes) * count)
+                    saved[s].append((option.saved_bytes, count))
                     used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
                     self.model.add(count <= len(self._kinds[kind]) * used)
                     self.model.add(transient >= _units(option.transient_bytes) * used)
-            self.model.add(_sum(terms) + transient <= limit)
+            for moment in problem.moments(device):
+                held = [
+                    _units(alive * each) * count
+                    for s, alive in moment.items()
+                    for each, count in saved[s]
+                ]
+                self.model.add(_sum([*terms, *held]) + transient <= limit)
 
     def _objective(self) -> None:
         problem, model = self.problem, self.model

@@ -5,7 +5,7 @@ See :mod:`autopar.solver.stages` for the formulation that solves it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,6 +67,8 @@ class StageProblem:
         num_microbatches: Micro-batches per step.
         schedule: Order of forwards and backwards.
         in_flight: Most micro-batches alive at once, per stage.
+        together: Per rank, micro-batches alive in its stages at moments that no other one exceeds;
+            empty: every stage at its most.
         limit_bytes: Memory of a device.
         base_bytes: Bytes on every device whatever it runs.
         fixed_starts: First block of stages 1, 2, ... if given by the user.
@@ -84,6 +86,7 @@ class StageProblem:
     base_bytes: int = 0
     fixed_starts: tuple[int, ...] | None = None
     placement: StagePlacement = StagePlacement.LOOP
+    together: tuple[tuple[Mapping[int, int], ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -98,6 +101,12 @@ class StageProblem:
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Stages of a pipeline rank."""
         return self.mesh.stages_of(device)
+
+    def moments(self, device: int) -> tuple[Mapping[int, int], ...]:
+        """Micro-batches alive in the stages of a rank, at the moments that decide its memory."""
+        if self.together:
+            return self.together[device]
+        return ({stage: self.in_flight[stage] for stage in self.stages_of(device)},)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +183,19 @@ def memory_bytes(
     result = []
     for device in range(problem.pp):
         amount, transient = problem.base_bytes, 0
+        saved: dict[int, int] = {}
         for stage in problem.stages_of(device):
+            saved[stage] = 0
             for i in range(*runs[stage]):
                 option = problem.blocks[i].options[options[i]]
                 amount += problem.blocks[i].state_bytes
-                amount += problem.in_flight[stage] * option.saved_bytes
+                saved[stage] += option.saved_bytes
                 transient = max(transient, option.transient_bytes)
-        result.append(amount + transient)
+        held = max(
+            sum(count * saved[stage] for stage, count in moment.items())
+            for moment in problem.moments(device)
+        )
+        result.append(amount + held + transient)
     return tuple(result)
 
 

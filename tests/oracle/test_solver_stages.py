@@ -9,7 +9,7 @@ import pytest
 
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import first_choice, slowest_stage_bound_s
-from autopar.solver.schedule_choice import flights
+from autopar.solver.schedule_choice import alive_of, flights
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -72,6 +72,7 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
         )
         blocks.append(BlockMenu(key=str(pick), options=(none, full), state_bytes=state))
     count = rng.choice([2, 4])
+    mesh = MeshShape(pp=pp, virtual=virtual, placement=placement)
     return StageProblem(
         blocks=tuple(blocks),
         boundary_s=tuple(rng.uniform(0.0, 0.3) for _ in range(4)),
@@ -79,7 +80,8 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
         virtual=virtual,
         num_microbatches=count,
         schedule=kind,
-        in_flight=flights(kind, MeshShape(pp=pp, virtual=virtual, placement=placement), count),
+        in_flight=flights(kind, mesh, count),
+        together=alive_of(kind, mesh, count),
         limit_bytes=rng.randint(40, 140) * MIB,
         placement=placement,
     )
