@@ -161,8 +161,9 @@ def _check_kinds(options: Mapping[str, object]) -> None:
 
 
 def _are_counts(value: object) -> bool:
-    is_list = isinstance(value, list | tuple) and bool(value)
-    return is_list and all(type(item) is int for item in value)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(type(item) is int for item in value)
 
 
 def _are_texts(value: object) -> bool:

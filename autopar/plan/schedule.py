@@ -171,35 +171,47 @@ def in_flight(order: Order, stage: int) -> int:
     return most
 
 
-def alive_together(order: Order) -> tuple[tuple[Mapping[int, int], ...], ...]:
+class Alive(NamedTuple):
+    """Micro-batches in flight in a stage: before their backward, and between its two halves."""
+
+    before: int
+    between: int
+
+
+def alive_together(order: Order) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
     """What is in flight in all stages of a rank at once: moments that no other one exceeds.
 
-    Per pipeline rank, tables of stage -> micro-batches whose forward has begun and whose backward
-    has not ended. Where there are no backwards it is 1 for one stage at a time.
+    Per pipeline rank, tables of stage -> micro-batches whose forward has begun, and of those whose
+    backward is half done. Where there are no backwards it is 1 for one stage at a time.
 
     >>> order = compute_order(ScheduleKind.INTERLEAVED, pp=1, virtual=2, num_microbatches=2)
-    >>> print(alive_together(order)[0])
-    ({0: 1, 1: 1}, {0: 2, 1: 0})
+    >>> [{s: n.before for s, n in moment.items()} for moment in alive_together(order)[0]]
+    [{0: 1, 1: 1}, {0: 2, 1: 0}]
     """
     return tuple(_alive(row) for row in order)
 
 
-def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, int], ...]:
+def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, Alive], ...]:
     stages = sorted({c.stage for c in row})
     if all(c.kind is F for c in row):
-        return tuple({s: int(s == one) for s in stages} for one in stages)
-    alive = dict.fromkeys(stages, 0)
+        return tuple({s: Alive(int(s == one), 0) for s in stages} for one in stages)
+    alive = dict.fromkeys(stages, Alive(0, 0))
     seen: dict[tuple[int, ...], None] = {}
-    for compute in row:
-        alive[compute.stage] += {F: 1, I: 0}.get(compute.kind, -1)
-        if compute.kind is F:
-            seen[tuple(alive.values())] = None
+    for stage, kind, _ in row:
+        before, between = alive[stage]
+        alive[stage] = {
+            F: Alive(before + 1, between),
+            I: Alive(before - 1, between + 1),
+            W: Alive(before, between - 1),
+        }.get(kind, Alive(before - 1, between))
+        if kind in (F, I):
+            seen[tuple(n for pair in alive.values() for n in pair)] = None
     most = [
         v
         for v in seen
         if not any(o != v and all(a >= b for a, b in zip(o, v, strict=True)) for o in seen)
     ]
-    return tuple(dict(zip(stages, v, strict=True)) for v in most)
+    return tuple({s: Alive(v[2 * at], v[2 * at + 1]) for at, s in enumerate(stages)} for v in most)
 
 
 def action_lists(

@@ -16,7 +16,6 @@ from autopar.sharding.split_backward import BackwardHalves, split_backward
 from passes.base import PassContext
 from passes.pipeline import build, without_outputs
 
-
 EMPTY = Graph((), (), ())
 
 

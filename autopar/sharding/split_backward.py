@@ -2,8 +2,8 @@
 
 ``I`` makes what other stages wait for, ``W`` the rest, which nothing waits for: a schedule runs it
 where a rank would idle. Both together compute what the backward does, operator by operator. What
-``W`` reads and ``I`` was given or made is *held*: ``I`` yields it as saved values, ``W`` takes them.
-A view is made again from its base. A forward value that the backward makes again is made in ``I``
+``W`` reads and ``I`` was given or made is *held*: ``I`` yields it as saved values for ``W`` to
+take. A view is made again from its base. A forward value that the backward makes again is made in ``I``
 if both read it, and held.
 
 Source: Qi et al., "Zero bubble pipeline parallelism", ICLR 2024.
@@ -95,4 +95,3 @@ def _second_half(
         stack.extend(node.refs())
     order = [*inputs, *nodes]
     return late, tuple(name for name in order if name in held)
-

@@ -341,6 +341,21 @@ class _Table:
             kept[key] = max(kept.get(key, 0), amount)
         return kept, again
 
+    def _held(self, block: int) -> int:
+        """Bytes that the gradients of a block's weights are made from, whatever is made again."""
+        found: dict[str, int] = {}
+        for name in self.analysis.chain.blocks[block].backward:
+            if name in self.sent_from or name not in self.node_s:
+                continue
+            for ref in self.analysis.refs[name]:
+                at = ref
+                while (node := self.structure.nodes.get(at)) and node.op in VIEW_OPS - {"getitem"}:
+                    at = self.analysis.refs[at][0]
+                if self._is_forward(at) or at in self.sent_from:
+                    key = self.keys.get(at, at)
+                    found[key] = max(found.get(key, 0), self._local_bytes(at))
+        return sum(found.values())
+
     def _base(self, name: str) -> str:
         return self.keys.get(name, name).partition("#")[0]
 
@@ -353,6 +368,7 @@ class _Table:
         menu: list[Option] = []
         largest = self._largest(block)
         whole = self._saved(block, self._kept(block, frozenset())[0])
+        held = self._held(block)
         for word in words:
             kept, again = self._kept(block, frozenset(self.sets[block][word]))
             extra_s = sum(
@@ -370,6 +386,7 @@ class _Table:
                 saved_bytes=saved,
                 transient_bytes=transient,
                 weight_s=cost.weight_s,
+                held_bytes=held,
             )
             is_worse = any(o.saved_bytes <= saved and o.total_s <= option.total_s for o in menu)
             if not is_worse or len(words) == 1:

@@ -142,8 +142,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         stages = [_with_own_peak(s, index, lists, mesh) for index, s in enumerate(stages)]
     run = simulate(lists, seconds, p2p_s=links)
     update_s = max(
-        sum(stages[s].time.optimizer_s for s in mesh.stages_of(rank))
-        for rank in range(mesh.pp)
+        sum(stages[s].time.optimizer_s for s in mesh.stages_of(rank)) for rank in range(mesh.pp)
     )
     makespan_s = run.makespan_s
     if isinstance(setting.model, HostCosts):
@@ -201,8 +200,9 @@ def _rank_bytes(
     if mesh.virtual == 1 and not setting.schedule.splits_backward:
         return tuple(stage.memory.total_bytes for stage in stages)
     return tuple(
-        order_timeline(rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)})
-        .peak_bytes
+        order_timeline(
+            rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)}
+        ).peak_bytes
         for rank in range(mesh.pp)
     )
 

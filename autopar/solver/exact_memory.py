@@ -20,7 +20,7 @@ def local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> in
     return TensorMeta(local_shape(meta.shape, space, programs.axis_sizes), meta.dtype).bytes
 
 
-def stage_memory(
+def stage_memory(  # noqa: PLR0913  all that bytes depend on
     programs: LocalPrograms,
     stage: StagePrograms,
     own: Sequence[ParamSpec],

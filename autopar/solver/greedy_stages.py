@@ -25,6 +25,7 @@ from autopar.solver.stages_problem import (
 BISECTIONS = 28
 ROUNDING = 1e-9
 NEEDED_PRECISION = 1e-2
+FIT_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _mean_flights(problem: StageProblem) -> tuple[int, ...]:
     found = list(problem.in_flight)
     for device in range(problem.pp):
         stages = problem.stages_of(device)
-        most = max(sum(moment.values()) for moment in problem.moments(device))
+        most = max(sum(n.before for n in moment.values()) for moment in problem.moments(device))
         total = sum(problem.in_flight[s] for s in stages)
         for s in stages:
             found[s] = -(-problem.in_flight[s] * most // total)
@@ -206,17 +207,41 @@ def slowest_stage_bound_s(problem: StageProblem) -> float:
 
 def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Starts and options of a feasible choice, or None if the greedy finds none."""
-    if problem.virtual == 1:
+    if problem.virtual == 1 and not problem.together:
         return _filled(StageFiller(problem, fractional=False))
     for by_turns in (True, False):
         for by_leanest in (True, False):
-            filler = StageFiller(
-                problem, fractional=False, by_leanest=by_leanest, by_turns=by_turns
-            )
-            found = _filled(filler)
-            # a rank's stages that hold unequal amounts may be worse than their mean
-            if found is not None and max(memory_bytes(problem, *found)) <= problem.limit_bytes:
+            found = _fitted(problem, by_leanest=by_leanest, by_turns=by_turns)
+            if found is not None:
                 return found
+    return None
+
+
+def _fitted(
+    problem: StageProblem, *, by_leanest: bool, by_turns: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """A choice whose ranks fit, under limits that are lowered by what they exceed.
+
+    A rank's stages may hold unequal amounts at their worst moment, and values that are kept between
+    the halves of a backward are not in the fillers' books.
+    """
+    limit = problem.limit_bytes
+    for _ in range(FIT_TRIES):
+        filler = StageFiller(
+            replace(problem, limit_bytes=limit),
+            fractional=False,
+            by_leanest=by_leanest,
+            by_turns=by_turns,
+        )
+        found = _filled(filler)
+        if found is None:
+            return None
+        excess = max(memory_bytes(problem, *found)) - problem.limit_bytes
+        if excess <= 0:
+            return found
+        limit -= excess
+        if limit <= 0:
+            return None
     return None
 
 

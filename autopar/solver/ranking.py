@@ -38,7 +38,6 @@ from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     StageProblem,
     StageSolution,
-    bounds,
     least_memory_bytes,
     memory_bytes,
     surrogate_s,
@@ -419,9 +418,7 @@ def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
     )
 
 
-def _best_cut_s(
-    blocks: Sequence[float], fills: Sequence[float], stages: int, count: int
-) -> float:
+def _best_cut_s(blocks: Sequence[float], fills: Sequence[float], stages: int, count: int) -> float:
     """Least over all cuts of the largest ``M t_s + sum of fills before s``, from below.
 
     A stage takes as many blocks as a limit allows: for a given limit that is the best it can do.

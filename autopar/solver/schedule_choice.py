@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import Order, action_lists, alive_together, in_flight
+from autopar.plan.schedule import Alive, Order, action_lists, alive_together, in_flight
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
@@ -58,9 +58,20 @@ def flights(
 
 def alive_of(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
-) -> tuple[tuple[Mapping[int, int], ...], ...]:
-    """What is alive at once in the stages of a rank; empty where each rank has one stage."""
-    return alive_together(order_of(schedule, mesh, count, warmup)) if mesh.virtual > 1 else ()
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+    """What is alive at once in the stages of a rank.
+
+    Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
+    """
+    return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
+
+
+def _alive_of(
+    schedule: ScheduleKind, mesh: MeshShape, order: Order
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+    if mesh.virtual == 1 and not schedule.splits_backward:
+        return ()
+    return alive_together(order)
 
 
 def is_open_order(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:
@@ -144,7 +155,9 @@ def deeper_warmup(
     depths: list[int] = []
     for rank, (low, high) in enumerate(runs):
         plain = mesh.pp - rank
-        each = sum(problem.blocks[i].options[stages.options[i]].saved_bytes for i in range(low, high))
+        each = sum(
+            problem.blocks[i].options[stages.options[i]].saved_bytes for i in range(low, high)
+        )
         room = problem.limit_bytes - needed[rank]
         more = max(0, room) // each if each else plain
         depth = max(1, min(2 * plain - 1, plain + more, problem.num_microbatches))
@@ -162,7 +175,8 @@ def _tried(
 ) -> ChosenOrder:
     order = order_of(kind, mesh, problem.num_microbatches, warmup)
     alive = tuple(in_flight(order, stage) for stage in range(mesh.num_stages))
-    tried = replace(problem, schedule=kind, in_flight=alive)
+    together = _alive_of(kind, mesh, order)
+    tried = replace(problem, schedule=kind, in_flight=alive, together=together)
     return ChosenOrder(
         schedule=kind,
         warmup=warmup,

@@ -176,17 +176,17 @@ class _Program:
         problem = self.problem
         limit = (problem.limit_bytes - problem.base_bytes) // MEMORY_UNIT_BYTES
         least = sum(min(o.saved_bytes for o in b.options) + b.state_bytes for b in problem.blocks)
-        most = sum(max(o.saved_bytes for o in b.options) for b in problem.blocks)
+        most = sum(max(max(o.saved_bytes, o.held_bytes) for o in b.options) for b in problem.blocks)
         most = most * max(problem.in_flight) + least
         most += max((o.transient_bytes for b in problem.blocks for o in b.options), default=0)
         if most // MEMORY_UNIT_BYTES + len(problem.blocks) < limit:
             return  # the row can't bind
         for device in range(problem.pp):
             terms: list[Expr] = []
-            saved: dict[int, list[tuple[int, cp_model.IntVar]]] = {}
+            chosen: dict[int, list[tuple[Option, cp_model.IntVar]]] = {}
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
             for s in problem.stages_of(device):
-                saved[s] = []
+                chosen[s] = []
                 terms += [
                     _units(block.state_bytes) * self._x[i][s]
                     for i, block in enumerate(problem.blocks)
@@ -194,15 +194,15 @@ class _Program:
                 ]
                 for (kind, o), count in self._n[s].items():
                     option = self._option(kind, o)
-                    saved[s].append((option.saved_bytes, count))
+                    chosen[s].append((option, count))
                     used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
                     self.model.add(count <= len(self._kinds[kind]) * used)
                     self.model.add(transient >= _units(option.transient_bytes) * used)
             for moment in problem.moments(device):
                 held = [
-                    _units(alive * each) * count
+                    _units(option.alive_bytes(alive, s)) * count
                     for s, alive in moment.items()
-                    for each, count in saved[s]
+                    for option, count in chosen[s]
                 ]
                 self.model.add(_sum([*terms, *held]) + transient <= limit)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
 
@@ -23,6 +24,7 @@ class Option:
         saved_bytes: Kept from forward to backward per micro-batch in flight.
         transient_bytes: The most that is alive inside one pass beyond that.
         weight_s: The part of ``backward_s`` that makes gradients of weights alone.
+        held_bytes: Kept between the two halves of a backward per micro-batch.
     """
 
     name: str
@@ -31,6 +33,12 @@ class Option:
     saved_bytes: int
     transient_bytes: int
     weight_s: float = 0.0
+    held_bytes: int = 0
+
+    def alive_bytes(self, alive: Alive, stage: int) -> int:
+        """Bytes of what is in flight; the first stage does all of a backward in its second half."""
+        held = self.saved_bytes if stage == 0 else self.held_bytes
+        return alive.before * self.saved_bytes + alive.between * held
 
     @property
     def total_s(self) -> float:
@@ -86,7 +94,7 @@ class StageProblem:
     base_bytes: int = 0
     fixed_starts: tuple[int, ...] | None = None
     placement: StagePlacement = StagePlacement.LOOP
-    together: tuple[tuple[Mapping[int, int], ...], ...] = ()
+    together: tuple[tuple[Mapping[int, Alive], ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -102,11 +110,11 @@ class StageProblem:
         """Stages of a pipeline rank."""
         return self.mesh.stages_of(device)
 
-    def moments(self, device: int) -> tuple[Mapping[int, int], ...]:
+    def moments(self, device: int) -> tuple[Mapping[int, Alive], ...]:
         """Micro-batches alive in the stages of a rank, at the moments that decide its memory."""
         if self.together:
             return self.together[device]
-        return ({stage: self.in_flight[stage] for stage in self.stages_of(device)},)
+        return ({s: Alive(self.in_flight[s], 0) for s in self.stages_of(device)},)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,16 +191,13 @@ def memory_bytes(
     result = []
     for device in range(problem.pp):
         amount, transient = problem.base_bytes, 0
-        saved: dict[int, int] = {}
+        chosen: dict[int, list[Option]] = {}
         for stage in problem.stages_of(device):
-            saved[stage] = 0
-            for i in range(*runs[stage]):
-                option = problem.blocks[i].options[options[i]]
-                amount += problem.blocks[i].state_bytes
-                saved[stage] += option.saved_bytes
-                transient = max(transient, option.transient_bytes)
+            chosen[stage] = [problem.blocks[i].options[options[i]] for i in range(*runs[stage])]
+            amount += sum(problem.blocks[i].state_bytes for i in range(*runs[stage]))
+            transient = max(transient, *(o.transient_bytes for o in chosen[stage]))
         held = max(
-            sum(count * saved[stage] for stage, count in moment.items())
+            sum(o.alive_bytes(alive, s) for s, alive in moment.items() for o in chosen[s])
             for moment in problem.moments(device)
         )
         result.append(amount + held + transient)

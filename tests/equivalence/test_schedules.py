@@ -112,7 +112,9 @@ def test_control_gradients_of_weights_before_those_of_inputs_are_refused():
     lists = [list(row) for row in _lists(H1, mesh, 2, None, [(0, 1)], [(1, 0)], [], 0)]
     swapped = {ActionKind.BACKWARD_INPUT: ActionKind.BACKWARD_WEIGHT}
     swapped |= {w: i for i, w in swapped.items()}
-    lists[1] = [type(a)(a.stage, swapped.get(a.kind, a.kind), a.microbatch, a.peer) for a in lists[1]]
+    lists[1] = [
+        type(a)(a.stage, swapped.get(a.kind, a.kind), a.microbatch, a.peer) for a in lists[1]
+    ]
     with pytest.raises(DeadlockError, match="1W0 before its other half"):
         check_actions(lists, mesh, forward_edges=[(0, 1)], backward_edges=[(1, 0)])
 

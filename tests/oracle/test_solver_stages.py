@@ -61,6 +61,7 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
             saved_bytes=saved // 5,
             transient_bytes=saved,
             weight_s=forward_s,
+            held_bytes=saved // 2,
         )
         none = Option(
             name="none",
@@ -69,6 +70,7 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
             saved_bytes=saved,
             transient_bytes=saved // 2,
             weight_s=forward_s,
+            held_bytes=saved // 2,
         )
         blocks.append(BlockMenu(key=str(pick), options=(none, full), state_bytes=state))
     count = rng.choice([2, 4])

@@ -46,11 +46,13 @@ def test_the_example_plan_is_consistent(example_plan):
         ),
         (
             {"schedule": ScheduleKind.ZBV},
-            r"schedule 'zbv' has 2 stages per pipeline rank in a V, the mesh has 1 placed as 'loop'",
+            "'zbv' has 2 stages per pipeline rank in a V, the mesh has 1 placed as 'loop'",
         ),
         (
-            {"mesh": MeshShape(pp=1, virtual=2, dp=4, placement=StagePlacement.V),
-             "schedule": ScheduleKind.INTERLEAVED},
+            {
+                "mesh": MeshShape(pp=1, virtual=2, dp=4, placement=StagePlacement.V),
+                "schedule": ScheduleKind.INTERLEAVED,
+            },
             "schedule 'interleaved' deals stages round robin, not in a V; use 'zbv'",
         ),
     ],

@@ -41,7 +41,7 @@ def chain(seconds, weight_s, message_s, *, limit=1 << 40, mesh=MESH, count=COUNT
             options=(
                 Option(
                     name="none", forward_s=s, backward_s=2 * s, saved_bytes=MIB,
-                    transient_bytes=0, weight_s=weight_s * s,
+                    transient_bytes=0, weight_s=weight_s * s, held_bytes=MIB,
                 ),
             ),
             state_bytes=0,
@@ -92,7 +92,7 @@ def test_zero_bubble_is_not_taken_where_its_micro_batches_do_not_fit():
     problem = chain([1.0] * PP, 1.0, 0.0, limit=4 * MIB)
     heavy = Option(
         name="none", forward_s=1.0, backward_s=2.0, saved_bytes=2 * MIB, transient_bytes=0,
-        weight_s=1.0,
+        weight_s=1.0, held_bytes=2 * MIB,
     )  # fmt: skip
     blocks = (*problem.blocks[:-1], BlockMenu(key="heavy", options=(heavy,), state_bytes=0))
     tight = StageProblem(
@@ -128,7 +128,9 @@ def test_the_warm_up_goes_as_deep_as_memory(limit, depths):
 def test_no_warm_up_is_deeper_than_the_micro_batches():
     problem = chain([1.0] * PP, 1.0, 0.5, count=3)
     assert deeper_warmup(MESH, problem, cut(problem, (1, 2, 3))) == (3, 3, 3, 1)
-    assert deeper_warmup(MESH, chain([1.0] * PP, 1.0, 0.5, count=1), cut(problem, (1, 2, 3))) is None
+    assert (
+        deeper_warmup(MESH, chain([1.0] * PP, 1.0, 0.5, count=1), cut(problem, (1, 2, 3))) is None
+    )
 
 
 def test_what_the_user_fixed_stays():
@@ -196,9 +198,7 @@ def test_memory_forbids_split_backwards(open_plan):
     plain = forced_plan(WIDE, "hash", **degrees)
     assert plain.schedule is PLAIN
     free, tight = (
-        plan_for(
-            WIDE, "4:cpu", limit=limit, model=ProportionalCostModel(), virtual=1, **degrees
-        )[0]
+        plan_for(WIDE, "4:cpu", limit=limit, model=ProportionalCostModel(), virtual=1, **degrees)[0]
         for limit in (None, plain.peak_bytes)
     )
     assert free.schedule is H1
