@@ -3,8 +3,8 @@
 ``I`` makes what other stages wait for, ``W`` the rest, which nothing waits for: a schedule runs it
 where a rank would idle. Both together compute what the backward does, operator by operator. What
 ``W`` reads and ``I`` was given or made is *held*: ``I`` yields it as saved values for ``W`` to
-take. A view is made again from its base. A forward value that the backward makes again is made in ``I``
-if both read it, and held.
+take. A view is made again from its base. A forward value that the backward makes again is made in
+``I`` if both read it, and held.
 
 Source: Qi et al., "Zero bubble pipeline parallelism", ICLR 2024.
 """
