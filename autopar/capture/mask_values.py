@@ -2,8 +2,8 @@
 
 A mask of a long sequence is large, and models repeat it along the batch. Element-wise operators
 are therefore evaluated on one copy along dims that are only repeated. Other operators (``cat``,
-``cumsum``) write such copies out; what they give is looked through for dims of equal slices while it
-is still small, before a comparison makes a square of it.
+``cumsum``) write such copies out; what they give is looked through for dims of equal slices while
+it is still small, before a comparison makes a square of it.
 """
 
 from __future__ import annotations
