@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from autopar.errors import PassError
 from autopar.runtime.collective_math import filled_up, pad, resolve
+from autopar.runtime.driving import drive
 from autopar.runtime.groups import ProcessGroups
 from autopar.runtime.requests import Collective, PostRecv, Request, Send, WaitRecv, WaitSends
 
@@ -75,16 +76,7 @@ class Driver:
 
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run a generator to its end and give what it returns."""
-        answers: list[object] = [None]  # a local name would keep a tensor alive until the next one
-        with torch.no_grad():
-            while True:
-                try:
-                    request = running.send(answers.pop())
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                answers.append(self._answer(request))
-                del request
+        return drive(running, self._answer)
 
     def close(self) -> None:
         """Stop the helper thread, if there is one."""

@@ -22,7 +22,7 @@ from autopar.sharding.placement import Layout, Replicate, Shard, local_shape
 from autopar.sharding.signature import AxisStrategy, OpSignature
 from autopar.solver.blocks import without_instance
 from cost_models.base import CostModel
-from cost_models.evaluate import collective_axis, payload_bytes
+from cost_models.evaluate import collective_axis, collective_s
 
 Strategies = tuple[AxisStrategy | None, ...]
 
@@ -160,12 +160,11 @@ class PriceList:
         operands = tuple(metas[name] for name in node.refs() if not name.startswith("coord_"))
         if node.op.startswith("comm."):
             axis = collective_axis(node)
-            payload = payload_bytes(operands[:1], node.meta)
-            key: object = (node.op, axis, payload)
+            static = tuple(a for a in node.args if not isinstance(a, Ref))
+            key: object = (node.op, static, operands[0], node.meta)
             if key not in self._nodes:
-                kind = node.op.removeprefix("comm.")
                 ranks = self.groups.get(axis, (0,))
-                self._nodes[key] = self.model.collective_time_s(kind, payload, ranks)
+                self._nodes[key] = collective_s(node, operands[0], self.model, ranks)
             return self._nodes[key]
         every = [None if n.startswith("coord_") else metas[n] for n in node.refs()]
         args: tuple[Arg, ...] = node.args
