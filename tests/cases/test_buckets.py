@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.plan.decisions import decisions_of
+from autopar.plan.types import Plan
 from autopar.runtime.simulate import SimulatedStep
 from autopar.sharding import buckets
 from autopar.sharding.programs import LocalPrograms
@@ -55,8 +56,12 @@ def collectives(programs: LocalPrograms) -> int:
     )
 
 
-def step_of(problem: Problem, **degrees: object) -> tuple[LocalPrograms, SimulatedStep]:
-    plan = forced_plan(problem.graph, "hash", **degrees)  # type: ignore[arg-type]
+def planned(problem: Problem, **degrees: object) -> Plan:
+    """One plan for all sizes of buckets, of whose prices it may depend."""
+    return forced_plan(problem.graph, "hash", **degrees)  # type: ignore[arg-type]
+
+
+def step_of(problem: Problem, plan: Plan) -> tuple[LocalPrograms, SimulatedStep]:
     return simulate(problem, decisions_of(plan, problem.graph), plan.mesh, plan.schedule)
 
 
@@ -66,7 +71,7 @@ PLANS: Mapping[str, dict[str, object]] = {
     "zero1": {"dp": 4, "zero": 1},
     "zero2": {"dp": 2, "zero": 2, "num_microbatches": 2},
     "zero3": {"dp": 4, "zero": 3},
-    "tp2": {"tp": 2, "sequence_parallel": True},
+    "dp2 x tp2": {"dp": 2, "tp": 2},
     "dp2 x tp2 x zero3": {"dp": 2, "tp": 2, "zero": 3},
     "tied over stages": {"pp": 2, "dp": 2, "num_microbatches": 2, "zero": 1},
 }
@@ -78,10 +83,11 @@ def test_gradients_are_those_of_single_collectives(
     name: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = uneven()
+    plan = planned(problem, **PLANS[name])
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 0)
-    alone, wanted = step_of(problem, **PLANS[name])
+    alone, wanted = step_of(problem, plan)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", most_bytes)
-    together, found = step_of(problem, **PLANS[name])
+    together, found = step_of(problem, plan)
     assert collectives(together) < collectives(alone)
     assert found.grads.keys() == wanted.grads.keys()
     for key, grad in found.grads.items():
@@ -93,10 +99,11 @@ def test_low_precision_parameters_and_their_float32_gradients_have_buckets_of_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = uneven("bf16")
+    plan = planned(problem, dp=2, zero=3)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 0)
-    _, wanted = step_of(problem, dp=2, zero=3)
+    _, wanted = step_of(problem, plan)
     monkeypatch.undo()
-    together, found = step_of(problem, dp=2, zero=3)
+    together, found = step_of(problem, plan)
     for key, grad in found.grads.items():
         assert torch.equal(grad, wanted.grads[key]), key
     unshard = together.stages[0].unshard
@@ -110,10 +117,11 @@ def test_experts_of_data_ranks_are_reduced_with_nobody(
     degrees: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = problem_of(*build_moe("mixtral"))
+    plan = planned(problem, **degrees)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 0)
-    alone, wanted = step_of(problem, **degrees)
+    alone, wanted = step_of(problem, plan)
     monkeypatch.undo()
-    together, found = step_of(problem, **degrees)
+    together, found = step_of(problem, plan)
     assert collectives(together) < collectives(alone) / 2
     for key, grad in found.grads.items():
         assert torch.equal(grad, wanted.grads[key]), key
