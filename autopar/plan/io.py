@@ -34,6 +34,7 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "precision": (None, 2),
         "precision_words": ({}, 2),
         "peak_at": ("", 3),
+        "links": ({}, 4),
     },
     "Candidate": {"terms": (None, 4)},
 }

@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, NoReturn
 
+from autopar.errors import ConfigError
 from autopar.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from autopar.plan.answers import ParamExplanation, PlanExplanation
+    from autopar.plan.diff import PlanDiff
 
 MB_AXIS = "mb"
 DP_AXIS = "dp"
@@ -180,22 +186,19 @@ class TimeTerms:
     Attributes:
         compute_s: Operators of all micro-batches, recomputing included.
         collectives_s: Collectives of all micro-batches.
-        once_s: Once per step: gradients reduced, parameters gathered.
-        optimizer_s: The optimizer's step.
+        once_s: Once per step: gradients reduced, parameters gathered, the optimizer's step.
         waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
     """
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
     once_s: float = 0.0
-    optimizer_s: float = 0.0
     waiting_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Sum of the terms: the step."""
-        busy_s = self.compute_s + self.collectives_s + self.once_s + self.optimizer_s
-        return busy_s + self.waiting_s
+        return self.compute_s + self.collectives_s + self.once_s + self.waiting_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +256,7 @@ class Plan:
         param_words: Parameter -> how ``tp`` and ZeRO-3 split it, in words; empty if nothing does.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
         precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
+        links: Axis with several ranks -> the slowest link that its groups use, in words.
     """
 
     model_hash: str
@@ -280,11 +284,49 @@ class Plan:
     param_words: Mapping[str, str] = field(default_factory=dict)
     precision: str | None = None
     precision_words: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
         """``"train"``, or ``"inference"`` for a plan that has no backward."""
         return "inference" if self.schedule is ScheduleKind.FORWARD else "train"
+
+    def explain(self, pattern: str | None = None) -> PlanExplanation | ParamExplanation:
+        """What binds and who lost; or how the parameters that match a pattern are split.
+
+        The plan alone is asked. What takes the model (what more memory would be worth, what other
+        splits would cost) is told by ``model.explain()`` and by ``autopar explain``.
+
+        Args:
+            pattern: Of parameter names, such as ``"model.layers.*.mlp.down_proj.weight"``.
+
+        Raises:
+            ConfigError: No parameter matches the pattern.
+        """
+        from autopar.plan.explain import explain_parameters, explain_plan
+
+        return explain_plan(self) if pattern is None else explain_parameters(self, pattern)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What another plan does differently: shape, stages, splits, memory and time by part."""
+        from autopar.plan.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def why_not(self, **constraints: object) -> NoReturn:
+        """Refused: a plan alone can't be solved again.
+
+        Raises:
+            ConfigError: Always; the text says whom to ask.
+        """
+        from autopar.plan.explain import NEEDS_MODEL
+
+        given = ", ".join(f"{name}={value!r}" for name, value in constraints.items())
+        raise ConfigError(
+            NEEDS_MODEL.format(
+                what=f"why not {given}", call=f"model.why_not({given})", command="why-not"
+            )
+        )
 
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""
