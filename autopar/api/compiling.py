@@ -34,17 +34,15 @@ from autopar.api.environment import (
 )
 from autopar.api.options import ConstraintOptions, UserConstraints, as_call, user_constraints
 from autopar.api.planning import agree_on_plan
-from autopar.api.profiling import prices_for
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
-from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.failure import FailFast
-from autopar.runtime.module import CompiledState, bind, extend, uncompiled
+from autopar.runtime.module import CompiledState, Questions, bind, extend, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.place import Place
 from autopar.runtime.pretrained import opened
@@ -163,7 +161,7 @@ def compile(  # noqa: PLR0913
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
-        cluster=_cluster(devices, given_plan, memory_limit), plan=given_plan, given=given,
+        cluster=cluster_for(devices, given_plan, memory_limit), plan=given_plan, given=given,
         constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
         on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
@@ -212,15 +210,21 @@ def _start(
         # a wrong path is refused before the search
         gathered(captured, order.run, captured.training)
         if post.place is None:
-            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+            _remember(state, captured, _make_plan(captured, order, state.planning_s), order)
         else:
             state.session = _launch(model, call, captured, order, state, post)
-            _remember(state, captured, state.session.plan)
+            _remember(state, captured, state.session.plan, order)
 
 
-def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
+def _remember(state: CompiledState, captured: Captured, made: Plan, order: _Order) -> None:
+    def ask() -> Questions:
+        from autopar.api.questions import Questions  # few ask, and it takes ortools
+
+        return Questions(captured, order.cluster, made, order.time_limit_s)
+
     state.plan = made
     state.report = functools.partial(render_plan, graph=captured.graph)
+    state.ask = functools.cache(ask)
 
 
 def _as_it_is(order: _Order) -> _Order:
@@ -312,7 +316,7 @@ def make_plan(
 ) -> Plan:
     """The solver's plan for a captured program; arguments as in :func:`plan`."""
     order = _Order(
-        cluster=_cluster(devices, None, memory_limit),
+        cluster=cluster_for(devices, None, memory_limit),
         constraints=constraints or UserConstraints(),
         plan=None,
         loss=loss,
@@ -380,7 +384,10 @@ def _runs_here(cluster: Cluster) -> bool:
     return is_launched() or cluster.num_devices == 1
 
 
-def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
+def cluster_for(
+    devices: Devices | None, plan: Plan | None, memory_limit: int | str | None
+) -> Cluster:
+    """The cluster that a call names; of a given plan, or of the launch, if it names none."""
     wanted = devices  # without it the launch counts, which is checked where it is joined
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
@@ -401,27 +408,19 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         return order.plan
     if order.on_unknown == "error":
         _refuse_unknown(captured)
-    from autopar.solver.search import solve  # a rank that is given its plan needs no ortools
+    from autopar.api import questions  # a rank that is given its plan needs no ortools
 
-    found, stats = solve(
-        captured.graph,
-        captured.hash,
+    question = questions.question_for(
+        captured,
         order.cluster,
-        constraints=order.constraints.for_solver(),
-        optimizer=order.optimizer if captured.training else "none",
-        memory_limit_bytes=None,
-        cost_model=prices_for(order.cluster, graph=captured.graph),
-        progress=lambda line: logger.debug("%s", line),
+        order.constraints.for_solver(),
+        optimizer=order.optimizer,
         time_limit_s=order.time_limit_s,
     )
+    found, stats = questions.solve_question(question)
     if seconds is not None:
         seconds.update(stats.seconds)
-    found = replace(
-        found,
-        assumptions=(*found.assumptions, *captured.assumptions),
-        precision=captured.precision,
-    )
-    return with_words(found, captured.graph)
+    return found
 
 
 def _refuse_unknown(captured: Captured) -> None:
@@ -491,11 +490,11 @@ def _launch_lazily(
         if state.guard is not None:
             captured = _capture(model, call, order, state)
             session = _launch(model, call, captured, order, state, post)
-            _remember(state, captured, session.plan)
+            _remember(state, captured, session.plan, order)
             return session
         if state.plan is None:
             captured = _capture(model, call, order, state)
-            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+            _remember(state, captured, _make_plan(captured, order, state.planning_s), order)
         assert state.plan is not None
     raise ConfigError(
         f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "
