@@ -10,7 +10,7 @@ from autopar.cluster.device import Device
 from autopar.cluster.topology import Cluster, Link, Machine
 from autopar.ir.graph import Arg, Meta
 from cost_models.analytic import AnalyticCostModel
-from cost_models.base import CostModel
+from cost_models.base import CostModel, HostCosts
 
 
 class Part(StrEnum):
@@ -47,6 +47,8 @@ def better_prices(
         return AnalyticCostModel(faster, slowest, model.constants)
     if part is Part.DEVICES:
         return None
+    if isinstance(model, HostCosts):
+        return FasterHostLinks(model, FasterLinks(model, cluster, part, factor))
     return FasterLinks(model, cluster, part, factor)
 
 
@@ -85,6 +87,50 @@ class FasterLinks:
             return time_s
         latency_s = min(time_s, self.model.collective_time_s(kind, 0.0, ranks))
         return latency_s + (time_s - latency_s) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class FasterHostLinks:
+    """:class:`FasterLinks` of prices that also know what surrounds the programs.
+
+    Attributes:
+        host: The prices as they are, for what no link changes.
+        links: The same with faster links.
+    """
+
+    host: HostCosts
+    links: FasterLinks
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from."""
+        return self.links.source
+
+    def op_time_s(
+        self, op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: Meta
+    ) -> float:
+        """Seconds of one operator: unchanged."""
+        return self.links.op_time_s(op, args, operands, results)
+
+    def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of one collective: the latency stays, the rest shrinks."""
+        return self.links.collective_time_s(kind, payload_bytes, ranks)
+
+    def in_bursts(self) -> FasterLinks:
+        """The same for collectives that are issued together."""
+        return replace(self.links, model=self.host.in_bursts())
+
+    def optimizer_time_s(self, name: str, num_tensors: int, num_bytes: float) -> float | None:
+        """Seconds of an optimizer's step: unchanged."""
+        return self.host.optimizer_time_s(name, num_tensors, num_bytes)
+
+    def call_time_s(self, num_parameters: int) -> float:
+        """Seconds of one call beyond its programs: unchanged."""
+        return self.host.call_time_s(num_parameters)
+
+    def shared_step_s(self, makespan_s: float, busy_s: Sequence[float], comm_s: float) -> float:
+        """Seconds of a step whose ranks share cores."""
+        return self.host.shared_step_s(makespan_s, busy_s, comm_s)
 
 
 def _better(machine: Machine, part: Part, factor: float) -> Machine:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+from autopar.api.environment import local_machine
 from autopar.api.options import ConstraintOptions, user_constraints
 from autopar.api.profiling import prices_for
+from autopar.capture.normalise import with_stable_names, without_dead
 from autopar.capture.tracing import Captured
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, DeviceKind, parse_devices
+from autopar.ir.graph import Graph, InputKind
+from autopar.ir.precision import lower_precision, widen_gradients
 from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
 from autopar.plan.types import Plan
 from autopar.report.facts import with_words
@@ -18,7 +22,7 @@ from autopar.solver.constraints import Constraints
 from autopar.solver.explain import explain_with_model
 from autopar.solver.explain_parameters import explain_parameters_with_model
 from autopar.solver.given import constraints_of
-from autopar.solver.question import Asker, Question
+from autopar.solver.question import Asker, Question, grown
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.why_not import why_not
 
@@ -70,8 +74,38 @@ def question_for(
         limit_bytes=limit_bytes or cluster.memory_bytes,
         prices=lambda other: prices_for(other, graph=captured.graph),
         dress=dress,
+        grow=_grown,
+        programs=_programs(captured),
         time_limit_s=time_limit_s,
     )
+
+
+def _grown(cluster: Cluster, factor: int) -> Cluster:
+    """More devices; more processes of this machine share its cores and its memory."""
+    first = cluster.machines[0]
+    if len(cluster.machines) > 1 or first.device.kind is not DeviceKind.CPU:
+        return grown(cluster, factor)
+    local = local_machine()
+    here = parse_devices(f"{first.num_devices}:{first.device.name}", local=local)
+    more = parse_devices(f"{factor * first.num_devices}:{first.device.name}", local=local)
+    if cluster.memory_bytes != here.memory_bytes:  # the user's limit, not a share of the memory
+        more = more.with_memory_limit(cluster.memory_bytes)
+    return more
+
+
+def _programs(captured: Captured) -> dict[str, Callable[[], Graph]]:
+    """The program in a lower precision, if it computes in float32 throughout."""
+    params = list(captured.graph.of_kind(InputKind.PARAM))
+    is_whole = all(p.meta is None or p.meta.dtype == "float32" for p in params)
+    if captured.precision is not None or not params or not is_whole:
+        return {}
+    low = "bf16"
+
+    def lowered() -> Graph:
+        graph = without_dead(lower_precision(captured.graph, low))
+        return with_stable_names(without_dead(widen_gradients(graph)))
+
+    return {f"compute in precision={low!r} (float32 masters stay)": lowered}
 
 
 def solve_question(question: Question) -> tuple[Plan, SearchStats]:
@@ -114,6 +148,7 @@ class Questions:
                 time_limit_s=self.time_limit_s,
             )
             self._asker = Asker(question, progress=progress)
+        self._asker.refresh()
         return self._asker
 
     def explain(self, pattern: str | None) -> PlanExplanation | ParamExplanation:

@@ -7,10 +7,11 @@ found once, and equal variations are solved once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from time import monotonic
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, DeviceKind
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, ShardingError
 from autopar.ir.graph import Graph
 from autopar.plan.explain import plan_name
@@ -26,10 +27,27 @@ Refusal = InfeasibleError | ConstraintError | ShardingError
 Prices = Callable[[Cluster], CostModel]
 
 MAX_SOLVES = 48  # work limit of one explanation
+GUARDED = 4  # times the time limit of one search, if there is one, guard all of them
 
 
 def silent(_: str) -> None:
     """No progress is wanted."""
+
+
+def grown(cluster: Cluster, factor: int) -> Cluster:
+    """A cluster of the same kind with ``factor`` times the devices.
+
+    A single machine of CPU processes gets more of them; else there are more machines.
+
+    >>> from autopar.cluster import parse_devices
+    >>> str(grown(parse_devices("2:cpu"), 2)), str(grown(parse_devices("4x8:h100-sxm"), 2))
+    ('4:cpu', '8x8:h100-sxm')
+    """
+    first = cluster.machines[0]
+    if len(cluster.machines) == 1 and first.device.kind is DeviceKind.CPU:
+        return replace(cluster, machines=(replace(first, num_devices=factor * first.num_devices),))
+    machines = tuple(machine for machine in cluster.machines for _ in range(factor))
+    return replace(cluster, machines=machines)
 
 
 def as_it_is(plan: Plan) -> Plan:
@@ -50,6 +68,9 @@ class Question:
         limit_bytes: Memory of a device that a plan may use.
         prices: Prices of a cluster.
         dress: Puts the user's names and words into a plan.
+        grow: A cluster of the same kind with so many times the devices.
+        programs: What to change, in words -> the program of the same model that there is then,
+            made when it is tried.
         time_limit_s: Wall-clock guard of each search.
     """
 
@@ -61,6 +82,8 @@ class Question:
     limit_bytes: int
     prices: Prices
     dress: Callable[[Plan], Plan] = as_it_is
+    grow: Callable[[Cluster, int], Cluster] = grown
+    programs: Mapping[str, Callable[[], Graph]] = field(default_factory=dict)
     time_limit_s: float | None = None
 
 
@@ -79,6 +102,7 @@ class Asker:
     progress: Progress = silent
     max_solves: int = MAX_SOLVES
     num_solves: int = 0
+    _begin_s: float = field(default_factory=monotonic)
     _known: dict[object, Plan | Refusal] = field(default_factory=dict)
     _analyses: dict[object, Analysis] = field(default_factory=dict)
     _prices: dict[Cluster, CostModel] = field(default_factory=dict)
@@ -86,8 +110,15 @@ class Asker:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no more searches may be run."""
-        return self.num_solves >= self.max_solves
+        """Whether no more searches may be run: by their number, or by the clock that guards."""
+        guard_s = self.question.time_limit_s
+        is_late = guard_s is not None and monotonic() - self._begin_s > GUARDED * guard_s
+        return self.num_solves >= self.max_solves or is_late
+
+    def refresh(self) -> None:
+        """Begin another explanation: what was solved is kept, the limits count anew."""
+        self.num_solves = 0
+        self._begin_s = monotonic()
 
     def first(self, progress: Progress = silent) -> tuple[Plan, SearchStats]:
         """The answer to the question itself, with the statistics of its search.

@@ -7,12 +7,10 @@ programs of the same model, such as one of lower precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.cluster import Cluster, DeviceKind
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, Relaxation
-from autopar.ir.graph import Graph
 from autopar.plan.explain import plan_name
 from autopar.plan.types import Plan
 from autopar.solver.conflict import find_conflict
@@ -25,15 +23,11 @@ from autopar.units import format_bytes, round_up_bytes
 ROOM_PERCENT = (100, 110, 125, 150, 200, 300)  # of the need that the search found, tried as a limit
 CLOSE = 1.02  # a limit that is enough, at most so many times one that is not
 MAX_BISECTIONS = 5
-GROWTH = (2, 4, 8)  # times as many devices
-LEANER_OPTIMIZERS = ("adafactor", "sgd-momentum", "sgd")
-# What a lighter optimizer keeps per parameter, against what AdamW keeps: those listed later are
-# not lighter than those listed before.
-_WEIGHT = {"none": 0, "sgd": 0, "adafactor": 1, "sgd-momentum": 2, "adam": 3, "adamw": 3}
+GROWTH = (2, 4)  # times as many devices
+FASTER = 0.95  # a larger limit is a way out of its own if its plan takes at most so much
+# Optimizers by what they keep per parameter, the leanest first.
+_LEANEST = ("sgd", "adafactor", "sgd-momentum", "adam")
 _SHOWN_VAIN = 8
-
-Programs = Mapping[str, Callable[[], Graph]]
-"""What to change, in words -> the program that there is then; made when it is tried."""
 
 
 @dataclass(slots=True)
@@ -47,7 +41,9 @@ class _Trials:
     def take(self, what: str, answer: Plan | AutoparError | None) -> bool:
         """Note what a trial gave; whether it gave a plan."""
         if answer is None:
-            self.vain.append(f"{what}: not tried, {self.asker.max_solves} searches were run")
+            self.vain.append(
+                f"{what}: not tried, {self.asker.num_solves} searches were run already"
+            )
             return False
         if not isinstance(answer, Plan):
             self.vain.append(f"{what}: {_short(answer)}")
@@ -63,15 +59,12 @@ class _Trials:
         return True
 
 
-def solve_or_explain(
-    asker: Asker, *, progress: Progress = silent, programs: Programs | None = None
-) -> tuple[Plan, SearchStats]:
+def solve_or_explain(asker: Asker, *, progress: Progress = silent) -> tuple[Plan, SearchStats]:
     """The plan; where there is none, the pair that contradicts, or the ways out.
 
     Args:
         asker: Of the question.
         progress: Of the first search.
-        programs: Other programs of the same model that may be tried.
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other: the
@@ -86,16 +79,16 @@ def solve_or_explain(
             raise
         raise ConstraintError(conflict.text) from error
     except InfeasibleError as error:
-        raise with_relaxations(asker, error, programs or {}) from None
+        raise with_relaxations(asker, error) from None
 
 
-def with_relaxations(asker: Asker, error: InfeasibleError, programs: Programs) -> InfeasibleError:
+def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
     """The same refusal with the ways out, fastest plan first."""
     trials = _Trials(asker)
     _free_constraints(trials)
     _more_memory(trials, error)
     _more_devices(trials)
-    _leaner_states(trials, programs)
+    _leaner_states(trials)
     ordered = sorted(trials.found, key=lambda r: (r.time_s, r.what))
     notes = trials.vain[:_SHOWN_VAIN]
     rest = len(trials.vain) - len(notes)
@@ -150,47 +143,60 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
     needs = [int(s.needed) for s in error.shortfalls if s.unit == "bytes"]
     if not needs:
         return
-    enough: int | None = None
-    answer: Plan | AutoparError | None = None
+    found: dict[int, Plan] = {}
     for percent in ROOM_PERCENT:
         limit = round_up_bytes(max(min(needs) * percent // 100, short + 1))
         answer = asker.ask(f"{format_bytes(limit)} per device", limit_bytes=limit)
-        if answer is None or isinstance(answer, Plan):
-            enough = limit if answer is not None else None
+        if isinstance(answer, Plan):
+            found[limit] = answer
+            break
+        if answer is None:
             break
         short = max(short, limit)
-    if enough is None or not isinstance(answer, Plan):
+    if not found:
         trials.take(f"more memory, up to {format_bytes(short)} per device", answer)
         return
-    plan = answer
     for _ in range(MAX_BISECTIONS):
+        enough = min(found)
         # what the plan needs is a limit that is enough: often far below the one it was found under
-        tight = round_up_bytes(plan.peak_bytes)
+        tight = round_up_bytes(found[enough].peak_bytes)
         middle = min(tight, round_up_bytes((short + enough) // 2))
         if enough <= short * CLOSE or middle >= enough or middle <= short:
             break
-        tried = asker.ask(f"{format_bytes(middle)} per device", limit_bytes=middle)
-        if tried is None:
+        answer = asker.ask(f"{format_bytes(middle)} per device", limit_bytes=middle)
+        if answer is None:
             break
-        if isinstance(tried, Plan):
-            enough, plan = middle, tried
+        if isinstance(answer, Plan):
+            found[middle] = answer
         else:
             short = middle
-    what = (
-        f"give each device {format_bytes(enough)} (there are "
-        f"{format_bytes(asker.question.limit_bytes)}; no plan was found with {format_bytes(short)})"
-    )
-    trials.take(what, plan)
+    _take_limits(trials, found, short)
+
+
+def _take_limits(trials: _Trials, found: Mapping[int, Plan], short: int) -> None:
+    """The least limit, and larger ones whose plans are much faster."""
+    fastest_s = float("inf")
+    for limit, plan in sorted(found.items()):
+        if plan.time_s > FASTER * fastest_s:
+            continue
+        there = f"there are {format_bytes(trials.asker.question.limit_bytes)}"
+        if fastest_s == float("inf"):
+            there += f"; no plan was found with {format_bytes(short)}"
+        trials.take(f"give each device {format_bytes(limit)} ({there})", plan)
+        fastest_s = plan.time_s
 
 
 # -- devices ----------------------------------------------------
 def _more_devices(trials: _Trials) -> None:
-    cluster = trials.asker.question.cluster
+    asked = trials.asker.question
+    cluster = asked.cluster
     last: tuple[str, Plan | AutoparError | None] | None = None
     for factor in GROWTH:
-        larger = grown(cluster, factor)
+        larger = asked.grow(cluster, factor)
+        own_limit = asked.limit_bytes == cluster.memory_bytes
         what = f"use {larger.num_devices} devices ({larger}; there are {cluster.num_devices})"
-        answer = trials.asker.ask(what, cluster=larger)
+        limit = larger.memory_bytes if own_limit else asked.limit_bytes
+        answer = trials.asker.ask(what, cluster=larger, limit_bytes=limit)
         last = (what, answer)
         if answer is None or isinstance(answer, Plan):
             break
@@ -198,31 +204,14 @@ def _more_devices(trials: _Trials) -> None:
         trials.take(*last)
 
 
-def grown(cluster: Cluster, factor: int) -> Cluster:
-    """A cluster of the same kind with ``factor`` times the devices.
-
-    A single machine of CPU processes gets more of them; else there are more machines.
-
-    >>> from autopar.cluster import parse_devices
-    >>> str(grown(parse_devices("2:cpu"), 2)), str(grown(parse_devices("4x8:h100-sxm"), 2))
-    ('4:cpu', '8x8:h100-sxm')
-    """
-    first = cluster.machines[0]
-    if len(cluster.machines) == 1 and first.device.kind is DeviceKind.CPU:
-        return replace(cluster, machines=(replace(first, num_devices=factor * first.num_devices),))
-    machines = tuple(machine for machine in cluster.machines for _ in range(factor))
-    return replace(cluster, machines=machines)
-
-
 # -- what is kept per parameter ---------------------------------
-def _leaner_states(trials: _Trials, programs: Programs) -> None:
+def _leaner_states(trials: _Trials) -> None:
     asker = trials.asker
     own = asker.question.optimizer
-    for name in LEANER_OPTIMIZERS:
-        if _WEIGHT[name] >= _WEIGHT.get(own, 0):
-            continue
+    at = _LEANEST.index(own) if own in _LEANEST else len(_LEANEST) - 1  # adamw is as adam
+    for name in () if own == "none" else _LEANEST[:at]:
         what = f"use the optimizer {name} (now {own})"
-        if trials.take(what, asker.ask(what, optimizer=name)):
-            break
-    for what, make in programs.items():
+        if not trials.take(what, asker.ask(what, optimizer=name)):
+            break  # those that keep more do not fit either
+    for what, make in asker.question.programs.items():
         trials.take(what, None if asker.is_spent else asker.ask(what, graph=make()))

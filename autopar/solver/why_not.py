@@ -44,9 +44,12 @@ def why_not(asker: Asker, plan: Plan, wished: Constraints) -> WhyNot:
     )
     if found is None:
         raise ConfigError(
-            f"why not {asked}: {asker.max_solves} searches were run already; ask again"
+            f"why not {asked}: no searches are left after {asker.num_solves}; raise the time limit"
         )
     if isinstance(found, AutoparError):
+        kept = {name: value for name, value in given_constraints(own).items() if name not in given}
+        if kept:
+            notes += (f"the plan's own constraints were kept: {constraint_words(kept)}",)
         return _refused(asked, plan, found, notes)
     return _compared(asked, plan, found, notes)
 
