@@ -37,6 +37,11 @@ class Outcome:
     figures: ExactFigures
     fits: bool
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.figures.step_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
@@ -48,6 +53,7 @@ class Field:
         misfits: What does not fit.
         limit_bytes: Memory of a device.
         bound_s: Lower bound over the declared space.
+        model_gap: What the bound of the surrogate leaves open, as a share of the best surrogate.
         stopped_by: ``""``, ``"work"`` or ``"time"``.
     """
 
@@ -57,6 +63,7 @@ class Field:
     limit_bytes: int
     bound_s: float
     stopped_by: str
+    model_gap: float = 0.0
 
 
 def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_hash: str) -> Plan:
