@@ -105,6 +105,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         time_s=winner.figures.step_s,
         objective_s=winner.ranked.surrogate_s,
         bound_s=min(field.bound_s, winner.figures.step_s),
+        model_gap=field.model_gap,
         peak_bytes=winner.figures.peak_bytes,
         peak_at=winner.figures.peak_at,
         memory_limit_bytes=field.limit_bytes,
