@@ -35,6 +35,7 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "precision_words": ({}, 2),
         "peak_at": ("", 3),
         "links": ({}, 4),
+        "model_gap": (0.0, 4),
     },
     "Candidate": {"terms": (None, 4)},
 }

@@ -244,7 +244,9 @@ class Plan:
         microbatch_statistics: Whether batch statistics are taken per micro-batch.
         time_s: Predicted time of a step.
         objective_s: What the solver reported for its own surrogate objective.
-        bound_s: Lower bound on the surrogate over the searched space.
+        bound_s: Lower bound on the simulated time of every plan in the space that was searched.
+        model_gap: What is left open by the lower bound of the estimates that the search goes by,
+            as a share of the best estimate.
         peak_bytes: Predicted peak of the worst device.
         peak_at: When that is, in words: stage, pass, micro-batch, operator; "" if not known.
         memory_limit_bytes: The limit it was made under.
@@ -285,6 +287,12 @@ class Plan:
     precision: str | None = None
     precision_words: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
+    model_gap: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """What the bound leaves open, as a share of the predicted time."""
+        return max(0.0, 1 - self.bound_s / self.time_s) if self.time_s > 0 else 0.0
 
     @property
     def mode(self) -> str:

@@ -22,7 +22,7 @@ from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_k
 from autopar.solver.constraints import Constraints, parameter_experts, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
-from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
+from autopar.solver.splits_problem import SplitsProblem
 from autopar.solver.splits_structure import SplitsStructure, split_structure
 from cost_models.base import CostModel, slowest_group
 from cost_models.memory import optimizer_state_bytes
@@ -54,7 +54,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
-        solved: Sizes and ZeRO level -> splits without a memory bound that some search has found.
+        shared: What searches have worked out and others may use, by name.
     """
 
     graph: Graph
@@ -73,9 +73,11 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
-    solved: dict[tuple[int, int, int, int], SplitsSolution] = field(default_factory=dict)
+    shared: dict[str, object] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
-    _structures: dict[tuple[bool, bool], SplitsStructure] = field(default_factory=dict)
+    _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
+    _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
+    _batch_size: int = 0
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
     _problems: dict[tuple[int, int, int, int], SplitsProblem] = field(default_factory=dict)
@@ -160,13 +162,13 @@ class Analysis:
     @property
     def batch_size(self) -> int:
         """Samples of a step; 1 if no call argument has a batch dim."""
-        dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
-        inputs = self.graph.input_map()
-        for name, dim in dims.items():
-            meta = inputs[name].meta
-            if meta is not None:
-                return meta.shape[dim]
-        return 1
+        if not self._batch_size:
+            dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
+            inputs = self.graph.input_map()
+            sizes = [(inputs[name].meta, dim) for name, dim in dims.items()]
+            found = [meta.shape[dim] for meta, dim in sizes if meta is not None]
+            self._batch_size = found[0] if found else 1
+        return self._batch_size
 
     @property
     def trains(self) -> bool:
@@ -249,6 +251,13 @@ class Analysis:
             )
         return self._data[key]
 
+    def slowest_group(self, mesh: MeshShape, axis: str) -> tuple[int, ...]:
+        """:func:`~cost_models.base.slowest_group` of the cluster, found once."""
+        key = (mesh, axis)
+        if key not in self._groups:
+            self._groups[key] = slowest_group(self.cluster, mesh, axis)
+        return self._groups[key]
+
     def prices(self, sizes: tuple[int, int, int]) -> PriceList:
         """Prices with ``(mb, dp, tp)`` of these sizes."""
         if sizes not in self._prices:
@@ -258,7 +267,7 @@ class Analysis:
                 self.model,
                 tuple(a for a, _ in axes),
                 tuple(n for _, n in axes),
-                {a: slowest_group(self.cluster, mesh, a) for a, _ in axes if a != "mb"},
+                {a: self.slowest_group(mesh, a) for a, _ in axes if a != "mb"},
             )
         return self._prices[sizes]
 
@@ -283,14 +292,15 @@ class Analysis:
         return self._requests[key]
 
     def _structure(self, sizes: tuple[int, int, int]) -> SplitsStructure:
-        """Structures differ by which axes split, not by how far."""
-        key = (sizes[0] > 1, sizes[1] > 1)
+        """Structures differ by which splits there are over ``mb`` and ``dp``, not by how far."""
+        data = self.data(sizes[0], sizes[1])
+        key = (id(data.mb), id(data.dp))  # equal splits are one object
         if key not in self._structures:
             self._structures[key] = split_structure(
                 self.graph,
                 self.chain,
-                self.data(sizes[0], sizes[1]).choices,
-                has_mb=key[0],
+                data.choices,
+                has_mb=sizes[0] > 1,
                 fixed=self.fixed,
                 gather_outputs=self.gathered,
             )

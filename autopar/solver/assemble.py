@@ -39,6 +39,11 @@ class Outcome:
     figures: ExactFigures
     fits: bool
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.figures.step_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
@@ -50,6 +55,7 @@ class Field:
         misfits: What does not fit.
         limit_bytes: Memory of a device.
         bound_s: Lower bound over the declared space.
+        model_gap: What the bound of the surrogate leaves open, as a share of the best surrogate.
         stopped_by: ``""``, ``"work"`` or ``"time"``.
     """
 
@@ -59,6 +65,7 @@ class Field:
     limit_bytes: int
     bound_s: float
     stopped_by: str
+    model_gap: float = 0.0
 
 
 def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_hash: str) -> Plan:
@@ -100,6 +107,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         time_s=winner.figures.step_s,
         objective_s=winner.ranked.surrogate_s,
         bound_s=min(field.bound_s, winner.figures.step_s),
+        model_gap=field.model_gap,
         peak_bytes=winner.figures.peak_bytes,
         peak_at=winner.figures.peak_at,
         memory_limit_bytes=field.limit_bytes,

@@ -32,7 +32,7 @@ def constraint_words(given: Mapping[str, object]) -> str:
     for name, value in given.items():
         shown = list(value) if isinstance(value, tuple) else value
         word = "stages" if name == "boundaries" else name
-        texts.append(f"{word}={str(shown) if isinstance(shown, str) else shown!r}")
+        texts.append(f"{word}={str(shown)!r}" if isinstance(shown, str) else f"{word}={shown!r}")
     return ", ".join(texts)
 
 

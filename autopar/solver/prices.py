@@ -37,7 +37,9 @@ class PriceList:
     sizes: tuple[int, ...]
     groups: Mapping[str, Sequence[int]]
     _operators: dict[object, float | None] = field(default_factory=dict)
-    _moves: dict[tuple[TensorMeta, Layout, Layout], float | None] = field(default_factory=dict)
+    _moves: dict[TensorMeta, dict[tuple[Layout, Layout], float | None]] = field(
+        default_factory=dict
+    )
     _nodes: dict[object, float] = field(default_factory=dict)
 
     def local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
@@ -96,10 +98,11 @@ class PriceList:
         """Seconds of a reshard; None if there is no way."""
         if have == want:
             return 0.0
-        key = (meta, have, want)
-        if key not in self._moves:
-            self._moves[key] = self._move(meta, have, want)
-        return self._moves[key]
+        known = self._moves.setdefault(meta, {})
+        key = (have, want)
+        if key not in known:
+            known[key] = self._move(meta, have, want)
+        return known[key]
 
     def _move(self, meta: TensorMeta, have: Layout, want: Layout) -> float | None:
         if not is_reachable(have, want):
