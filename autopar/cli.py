@@ -234,8 +234,8 @@ def plan_summary(plan: Plan) -> dict[str, Json]:
     table = json_record(plan)
     del table["splits"]
     table["hash"] = plan_hash(plan)
-    table["num_ranks"] = plan.mesh.num_ranks
-    table["idle_ranks"] = list(range(plan.mesh.num_ranks, plan.num_devices))
+    table["num_ranks"] = plan.num_ranks
+    table["idle_ranks"] = list(plan.idle_ranks)
     return table
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar, Unpack
@@ -51,6 +51,7 @@ from autopar.runtime.pretrained import opened
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
+from autopar.solver.objective import Goal, goal
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class _Order:
     run: RunOptions
     given: Mapping[str, torch.Tensor] | None
     precision: str | None = None
+    goal: Goal = field(default_factory=lambda: goal())
 
     def wishes(self) -> dict[str, str]:
         """Arguments that every rank must give alike; what a rank finds out itself may differ."""
@@ -89,6 +91,8 @@ class _Order:
             "on_unknown": repr(self.on_unknown),
             "outputs": repr(self.run.outputs),
             "seed": repr(self.run.seed),
+            "objective": repr(self.goal.objective.value),
+            "cost_limit": repr(self.goal.cost_limit),
         }
 
 
@@ -111,6 +115,9 @@ def compile(  # noqa: PLR0913
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
     precision: str | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
@@ -148,6 +155,11 @@ def compile(  # noqa: PLR0913
             ranks are ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
         precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters and gradients
             (:mod:`autopar.ir.precision_rules`), ``"fp32"``; left out, the model's own dtypes.
+        objective: What is minimised: ``"time"`` of a step; its ``"cost"``, the time on the devices
+            in use, for which fewer of them may be used; or ``"time within cost"``.
+        cost_limit: The most that a step may cost, for ``"time within cost"``.
+        cost_per_hour: Price of one device for an hour, in any currency: of all alike, or by name
+            of the device (``{"h100-sxm": 2.5}``); cluster files may have it too.
         constraints: Decisions that are taken already, such as ``pp=2``; see
             :class:`~autopar.api.options.ConstraintOptions`.
 
@@ -163,7 +175,8 @@ def compile(  # noqa: PLR0913
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
-        cluster=_cluster(devices, given_plan, memory_limit), plan=given_plan, given=given,
+        cluster=_cluster(devices, given_plan, memory_limit, cost_per_hour),
+        plan=given_plan, given=given, goal=goal(objective, cost_limit),
         constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
         on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
@@ -262,6 +275,9 @@ def plan(  # noqa: PLR0913
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     precision: str | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
@@ -279,6 +295,9 @@ def plan(  # noqa: PLR0913
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         precision: As in :func:`compile`.
+        objective: As in :func:`compile`.
+        cost_limit: As in :func:`compile`.
+        cost_per_hour: As in :func:`compile`.
     """
     return make_plan(
         capture_call(
@@ -296,10 +315,13 @@ def plan(  # noqa: PLR0913
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
+        objective=objective,
+        cost_limit=cost_limit,
+        cost_per_hour=cost_per_hour,
     )
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913
     captured: Captured,
     devices: Devices,
     *,
@@ -309,10 +331,14 @@ def make_plan(
     optimizer: str = "adamw",
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
 ) -> Plan:
     """The solver's plan for a captured program; arguments as in :func:`plan`."""
     order = _Order(
-        cluster=_cluster(devices, None, memory_limit),
+        cluster=_cluster(devices, None, memory_limit, cost_per_hour),
+        goal=goal(objective, cost_limit),
         constraints=constraints or UserConstraints(),
         plan=None,
         loss=loss,
@@ -380,7 +406,12 @@ def _runs_here(cluster: Cluster) -> bool:
     return is_launched() or cluster.num_devices == 1
 
 
-def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
+def _cluster(
+    devices: Devices | None,
+    plan: Plan | None,
+    memory_limit: int | str | None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
+) -> Cluster:
     wanted = devices  # without it the launch counts, which is checked where it is joined
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
@@ -391,7 +422,7 @@ def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str
             f"the plan is for {plan.num_devices} devices ({plan.cluster}), devices= names "
             f"{cluster.num_devices} ({cluster}); leave devices out, or plan again for these"
         )
-    return cluster
+    return cluster if cost_per_hour is None else cluster.with_costs(cost_per_hour)
 
 
 def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | None = None) -> Plan:
@@ -401,19 +432,19 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         return order.plan
     if order.on_unknown == "error":
         _refuse_unknown(captured)
-    from autopar.solver.search import solve  # a rank that is given its plan needs no ortools
+    from autopar.solver.planning import Planner  # a rank that is given its plan needs no ortools
 
-    found, stats = solve(
-        captured.graph,
-        captured.hash,
-        order.cluster,
+    planner = Planner(
+        graph=captured.graph,
+        model_hash=captured.hash,
         constraints=order.constraints.for_solver(),
         optimizer=order.optimizer if captured.training else "none",
-        memory_limit_bytes=None,
-        cost_model=prices_for(order.cluster, graph=captured.graph),
-        progress=lambda line: logger.debug("%s", line),
+        prices=lambda cluster: prices_for(cluster, graph=captured.graph),
+        goal=order.goal,
         time_limit_s=order.time_limit_s,
+        progress=lambda line: logger.debug("%s", line),
     )
+    found, stats = planner.plan(order.cluster)
     if seconds is not None:
         seconds.update(stats.seconds)
     found = replace(

@@ -24,8 +24,8 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 3
-READABLE = (1, 2, 3)
+VERSION = 4
+READABLE = (1, 2, 3, 4)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -33,6 +33,11 @@ _LATER: Mapping[str, tuple[Json, int]] = {
     "precision": (None, 2),
     "precision_words": ({}, 2),
     "peak_at": ("", 3),
+    "pipelines": ([], 4),
+    "objective": ("time", 4),
+    "cost_per_step": (None, 4),
+    "cost_bound": (None, 4),
+    "cost_limit": (None, 4),
 }
 """Fields of the plan that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -7,6 +7,7 @@ problems are made on first use and reused by every candidate that asks again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
@@ -101,6 +102,19 @@ class Analysis:
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
         self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+
+    def on(self, cluster: Cluster, model: CostModel) -> Analysis:
+        """The same model on another cluster; what does not depend on it is shared.
+
+        Args:
+            cluster: The other cluster.
+            model: Its prices.
+        """
+        other = copy(self)
+        other.cluster, other.model = cluster, model
+        other._prices, other._requests, other._problems = {}, {}, {}
+        other.optimizer_s_per_byte = _optimizer_s_per_byte(model, self.optimizer)
+        return other
 
     def _check_depth(self) -> None:
         """Refuse more stages than the model can be cut into."""
