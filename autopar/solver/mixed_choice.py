@@ -16,13 +16,15 @@ devices for as long as the step lasts, and a slower step on fewer devices may be
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from autopar.solver.mixed_bound import cost_bound, time_bound_s
-from autopar.solver.mixed_cuts import better_cuts
+from autopar.solver.mixed_cuts import better_cuts, better_orders
 from autopar.solver.mixed_pipelines import PipelineSearch, Template, Vector
 from autopar.solver.mixed_problem import (
     MixedFigures,
@@ -34,10 +36,12 @@ from autopar.solver.mixed_problem import (
 from autopar.solver.objective import SECONDS_PER_HOUR, Objective
 
 BISECTIONS = 16
-SLACKS = (1.0, 1.01, 1.03, 1.06)  # of the least time: other choices that are about as good
+SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2)  # of the least time: other choices that are about as good
 TIME_RATIO = 1.03  # grid of times when cost counts
 MAX_TIMES = 400
-NUM_SIMULATED = 10
+PER_NUMBER = 4  # choices that are kept for each number of pipelines and slack
+NUM_SIMULATED = 40
+MAX_ACTIONS = 200_000  # forwards of all simulated choices together: a limit of work
 NUM_POLISHED = 3
 SHARES_STEPS = 1 << 24
 SHARES_WORK = 1.0  # deterministic seconds
@@ -105,7 +109,7 @@ def choose(
             made = shared(problem, group)
             if made is not None:
                 wanted[made] = None
-    simulated = [s for s in (_simulated(problem, c) for c in wanted) if s is not None]
+    simulated = _all_simulated(problem, list(wanted))
     if not simulated:
         return None
 
@@ -115,11 +119,11 @@ def choose(
 
     simulated.sort(key=rank)
     for item in simulated[:NUM_POLISHED]:
-        finer = better_cuts(search, item.pipelines)
-        if finer != item.pipelines:
-            again = _simulated(problem, finer)
-            if again is not None:
-                simulated.append(again)
+        turned = better_orders(search, item.pipelines)
+        finer = {better_cuts(search, item.pipelines), turned, better_cuts(search, turned)}
+        finer.discard(item.pipelines)
+        again = [_simulated(problem, c) for c in sorted(finer, key=str)]
+        simulated += [s for s in again if s is not None]
     simulated.sort(key=rank)
     bound_s = time_bound_s(problem)
     has_costs = all(c.cost_per_hour is not None for c in problem.classes)
@@ -138,6 +142,22 @@ def _key(item: Simulated, objective: Objective, limit: float | None) -> tuple[fl
     if objective is Objective.COST:
         return (over, float(f"{cost:.9e}"), rounded)
     return (over, rounded, cost)
+
+
+def _all_simulated(
+    problem: MixedProblem, choices: Sequence[tuple[PipelineChoice, ...]]
+) -> list[Simulated]:
+    """The first few choices that can be placed, as many as the work limits allow."""
+    found: list[Simulated] = []
+    work = 0
+    for choice in choices:
+        if len(found) >= NUM_SIMULATED or (found and work > MAX_ACTIONS):
+            break
+        made = _simulated(problem, choice)
+        work += sum(p.num_microbatches * len(p.stages) for p in choice if len(p.stages) > 1)
+        if made is not None:
+            found.append(made)
+    return found
 
 
 def _simulated(problem: MixedProblem, pipelines: tuple[PipelineChoice, ...]) -> Simulated | None:
@@ -181,7 +201,9 @@ class _Ways:
     def __init__(self, problem: MixedProblem, templates: Sequence[Template]) -> None:
         self.problem, self.all = problem, templates
         self.most = tuple(c.num_devices for c in problem.classes)
-        self.alone_s = min(t.time_s(problem.batch // t.samples, shares=False) for t in templates)
+        batch = problem.batch
+        able = [t for t in templates if batch // t.samples <= t.most]
+        self.alone = sorted(able, key=lambda t: t.time_s(batch // t.samples, shares=False))
 
     def layers(self, step_s: float) -> list[dict[Vector, _Group]]:
         """Per number of pipelines: devices in use -> the group that takes most samples."""
@@ -229,8 +251,15 @@ class _Ways:
         return done
 
     def least_s(self) -> float:
-        """The least seconds in which some group does the batch."""
-        low_s, high_s = 0.0, self.alone_s * (1 + 1e-9)
+        """The least seconds in which some group does the batch; infinite if none ever does."""
+        if self.alone:
+            first = self.alone[0]
+            high_s = first.time_s(self.problem.batch // first.samples, shares=False) * (1 + 1e-9)
+        else:
+            high_s = sum(t.time_s(min(t.most, self.problem.batch), shares=True) for t in self.all)
+            if not self._groups(high_s):
+                return math.inf
+        low_s = 0.0
         for _ in range(BISECTIONS):
             middle_s = (low_s + high_s) / 2
             if self._groups(middle_s):
@@ -242,16 +271,16 @@ class _Ways:
     def fastest(self) -> list[tuple[Template, ...]]:
         """Groups about as fast as the fastest, for each number of pipelines."""
         least_s = self.least_s()
+        if math.isinf(least_s):
+            return []
         found: dict[tuple[Template, ...], None] = {}
         for slack in SLACKS:
-            seen = set()
+            seen: Counter[int] = Counter()
             for _, group in self._groups(least_s * slack):
-                if len(group) not in seen:
-                    seen.add(len(group))
+                seen[len(group)] += 1
+                if seen[len(group)] <= PER_NUMBER:
                     found[group] = None
-        alone = min(self.all, key=lambda t: t.time_s(self.problem.batch // t.samples, shares=False))
-        found[(alone,)] = None
-        return list(found)[:NUM_SIMULATED]
+        return list(dict.fromkeys([*((t,) for t in self.alone[:PER_NUMBER]), *found]))
 
     def by_price(self, limit: float | None) -> list[tuple[Template, ...]]:
         """The cheapest groups over a grid of times; with a limit, the fastest within it too."""
@@ -260,7 +289,7 @@ class _Ways:
         best = float("inf")
         step_s = self.least_s()
         for _ in range(MAX_TIMES):
-            if step_s * rate > best:
+            if math.isinf(step_s) or step_s * rate > best:
                 break  # even the cheapest devices cost more for so long
             for vector, group in self._groups(step_s):
                 cost = price_of(self.problem, vector, step_s) or 0.0

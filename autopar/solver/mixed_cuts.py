@@ -30,6 +30,7 @@ from autopar.solver.mixed_problem import PipelineChoice, StageChoice
 MEMORY_UNIT_BYTES = 1 << 16
 TIME_STEPS = 1 << 22
 WORK_LIMIT = 1.0  # deterministic seconds
+MAX_ROUNDS = 4  # of swaps
 
 
 def better_cuts(
@@ -37,6 +38,33 @@ def better_cuts(
 ) -> tuple[PipelineChoice, ...]:
     """Every pipeline cut again for the micro-batches that it has."""
     return tuple(_cut_again(search, pipeline) for pipeline in pipelines)
+
+
+def better_orders(
+    search: PipelineSearch, pipelines: Sequence[PipelineChoice]
+) -> tuple[PipelineChoice, ...]:
+    """Every pipeline with its kinds of stages in the best order that swaps of neighbours lead to."""
+    return tuple(_turned(search, pipeline) for pipeline in pipelines)
+
+
+def _turned(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:
+    count = pipeline.num_microbatches
+    best = search.priced(pipeline.stages)
+    kinds = [stage.kind for stage in pipeline.stages]
+    for _ in range(MAX_ROUNDS):
+        improved = False
+        for s in range(len(kinds) - 1):
+            if kinds[s] == kinds[s + 1]:
+                continue
+            other = [*kinds[:s], kinds[s + 1], kinds[s], *kinds[s + 2 :]]
+            found = search.cut(other, most=min(count, len(kinds)))
+            if found is not None and found.time_s(count, shares=False) < best.time_s(
+                count, shares=False
+            ):
+                best, kinds, improved = found, other, True
+        if not improved:
+            break
+    return PipelineChoice(stages=best.stages, num_microbatches=count)
 
 
 def _cut_again(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:

@@ -32,6 +32,8 @@ from autopar.solver.mixed_runs import RunPrices, run_prices
 MAX_UNITS = 24
 PERIOD_RATIO = 1.1  # of the grid; what is found is cut again at its own least period
 BISECTIONS = 24
+FEW_MICROBATCHES = 4  # of the whole batch: pipelines may then have more stages than micro-batches
+NO_CAP = 1 << 30
 MAX_PER_VECTOR = 6  # pipelines kept for a vector and a size of micro-batches
 
 Vector = tuple[int, ...]
@@ -49,6 +51,7 @@ class Template:
         period_s: Seconds of each other one.
         step_s: Once per step, of its slowest stage.
         exchange_s: About what adding up gradients with another pipeline takes its slowest stage.
+        most: Most micro-batches for which its stages fit: with fewer than stages, fewer are alive.
     """
 
     samples: int
@@ -58,6 +61,7 @@ class Template:
     period_s: float
     step_s: float
     exchange_s: float
+    most: int = 1 << 30
 
     def time_s(self, count: int, *, shares: bool) -> float:
         """Estimated seconds of a step with ``count`` micro-batches."""
@@ -69,7 +73,8 @@ class Template:
         room = step_s - self.time_s(1, shares=shares)
         if room < 0:
             return 0
-        return 1 + int(room / self.period_s + 1e-9) if self.period_s > 0 else 1 << 30
+        count = 1 + int(room / self.period_s + 1e-9) if self.period_s > 0 else self.most
+        return min(count, self.most)
 
     def choice(self, count: int) -> PipelineChoice:
         """With a number of micro-batches."""
@@ -117,12 +122,20 @@ class PipelineSearch:
         most = available or tuple(c.num_devices for c in self.problem.classes)
         found: list[Template] = []
         for samples in sorted({kind.samples for kind in self.problem.kinds}):
-            sequences: dict[tuple[int, ...], None] = {}
-            for period_s in self._periods(samples, most):
-                sequences.update(dict.fromkeys(self._finishing(samples, period_s, most)))
-            made = [self.cut(kinds) for kinds in sequences]
-            found += _not_beaten([t for t in made if t is not None])
+            for cap in self._caps(samples):
+                sequences: dict[tuple[int, ...], None] = {}
+                for period_s in self._periods(samples, most):
+                    found_now = self._finishing(samples, period_s, most, cap)
+                    sequences.update(dict.fromkeys(found_now))
+                made = [self.cut(kinds, most=cap) for kinds in sequences]
+                found += _not_beaten([t for t in made if t is not None])
         return tuple(found)
+
+    def _caps(self, samples: int) -> list[int]:
+        """Most micro-batches alive: any number, and if the whole batch is a few, each of them."""
+        count = self.problem.batch // samples
+        few = range(1, count + 1) if count <= FEW_MICROBATCHES else ()
+        return [*few, NO_CAP]
 
     def _usable(self, samples: int, most: Vector) -> list[int]:
         """Kinds of a size, on whole units or on all devices of a class."""
@@ -160,7 +173,9 @@ class PipelineSearch:
             periods.append(periods[-1] * PERIOD_RATIO)
         return periods
 
-    def _finishing(self, samples: int, period_s: float, most: Vector) -> list[tuple[int, ...]]:
+    def _finishing(
+        self, samples: int, period_s: float, most: Vector, cap: int
+    ) -> list[tuple[int, ...]]:
         """Sequences of kinds that run all blocks with no stage longer than ``period_s``."""
         usable = self._usable(samples, most)
         zero = (0,) * len(most)
@@ -180,7 +195,7 @@ class PipelineSearch:
                     if any(all(a <= b for a, b in zip(v, at, strict=True)) for v, _ in done):
                         continue  # fewer devices do all of it already, with no more stages
                     self.num_states += 1
-                    low = self._fill(index, high, flight, period_s)
+                    low = self._fill(index, high, min(flight, cap), period_s)
                     if low >= high or low >= best.get(at, high):
                         continue
                     best[at] = low
@@ -217,12 +232,17 @@ class PipelineSearch:
                 low = middle
         return known
 
-    def cut(self, kinds: Sequence[int]) -> Template | None:
-        """The cuts of least period for a sequence of kinds; None if it does not fit."""
-        cuts = self._least_cuts(kinds)
-        return None if cuts is None else self.template(kinds, cuts)
+    def cut(self, kinds: Sequence[int], *, most: int = NO_CAP) -> Template | None:
+        """The cuts of least period for a sequence of kinds; None if it does not fit.
 
-    def _least_cuts(self, kinds: Sequence[int]) -> list[int] | None:
+        Args:
+            kinds: In forward order.
+            most: Most micro-batches that go through it.
+        """
+        cuts = self._least_cuts(kinds, most)
+        return None if cuts is None else self.template(kinds, cuts, most=most)
+
+    def _least_cuts(self, kinds: Sequence[int], most: int) -> list[int] | None:
         high_s = sum(self.prices[k].time_s(0, self.problem.num_blocks, 1) for k in kinds)
         if math.isinf(high_s):
             high_s = 2 * sum(
@@ -230,45 +250,49 @@ class PipelineSearch:
                 for k in kinds
                 for b in self.problem.kinds[k].blocks
             )
-        best = self._cuts_at(kinds, high_s)
+        best = self._cuts_at(kinds, high_s, most)
         if best is None:
             return None
         low_s = 0.0
         for _ in range(BISECTIONS):
             middle_s = (low_s + high_s) / 2
-            found = self._cuts_at(kinds, middle_s)
+            found = self._cuts_at(kinds, middle_s, most)
             if found is None:
                 low_s = middle_s
             else:
                 high_s, best = middle_s, found
         return best
 
-    def _cuts_at(self, kinds: Sequence[int], period_s: float) -> list[int] | None:
+    def _cuts_at(self, kinds: Sequence[int], period_s: float, most: int) -> list[int] | None:
         """First blocks of the stages; every stage but the first is as long as it can be."""
         at, starts = self.problem.num_blocks, []
         for flight, index in enumerate(reversed(kinds), 1):
             in_front = len(kinds) - flight
-            low = max(self._fill(index, at, flight, period_s), in_front) if at > in_front else at
+            if at <= in_front:
+                return None
+            low = max(self._fill(index, at, min(flight, most), period_s), in_front)
             if low >= at:
                 return None
             at = low
             starts.append(at)
         return starts[::-1] if at == 0 else None
 
-    def template(self, kinds: Sequence[int], starts: Sequence[int]) -> Template | None:
+    def template(
+        self, kinds: Sequence[int], starts: Sequence[int], *, most: int = NO_CAP
+    ) -> Template | None:
         """A sequence with given cuts, its cheapest options and its figures."""
         depth, problem = len(kinds), self.problem
         ends = [*starts[1:], problem.num_blocks]
         stages = []
         for s, (index, low, high) in enumerate(zip(kinds, starts, ends, strict=True)):
-            options = self.prices[index].options(low, high, depth - s)
+            options = self.prices[index].options(low, high, min(depth - s, most))
             if options is None:
                 return None
             stages.append(StageChoice(kind=index, low=low, high=high, options=options))
-        return self.priced(tuple(stages))
+        return self.priced(tuple(stages), most=most)
 
-    def priced(self, stages: tuple[StageChoice, ...]) -> Template:
-        """Estimates of a pipeline."""
+    def priced(self, stages: tuple[StageChoice, ...], *, most: int = NO_CAP) -> Template:
+        """Estimates of a pipeline that takes ``most`` micro-batches at most."""
         problem = self.problem
         seconds, once, exchange = [], [], []
         for stage in stages:
@@ -297,6 +321,7 @@ class PipelineSearch:
             period_s=period_s,
             step_s=max(once),
             exchange_s=max(exchange),
+            most=most,
         )
 
     def hop_s(self, kind: int, after: int, boundary: int) -> float:

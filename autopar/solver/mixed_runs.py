@@ -44,7 +44,6 @@ class RunPrices:
     _time: list[float] = field(init=False)
     _saved: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
-    _most: list[int] = field(init=False)
     _known: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,7 +59,6 @@ class RunPrices:
             step for at, menu in enumerate(self.menus) for step in self._leaner(at, menu)
         ]
         self._steps.sort(key=lambda s: (s.seconds / s.bytes, s.key, s.option))
-        self._most = [max(o.transient_bytes for o in menu) for menu in self.menus]
         self._state, self._time, self._saved = [0], [0.0], [0]
         self._counts = [[0] * (len(blocks) + 1) for _ in self.menus]
         for i, (block, key) in enumerate(zip(blocks, self.keys, strict=True)):
@@ -117,24 +115,37 @@ class RunPrices:
     def _made(self, low: int, high: int, flight: int) -> tuple[float, list[dict[int, int]]]:
         counts = [row[high] - row[low] for row in self._counts]
         time_s = self._time[high] - self._time[low]
-        transient = max(
-            (m for m, count in zip(self._most, counts, strict=True) if count), default=0
-        )
-        room = self.limit_bytes - transient - (self._state[high] - self._state[low])
+        room = self.limit_bytes - (self._state[high] - self._state[low])
         room -= flight * (self._saved[high] - self._saved[low])
         picks = [{first: count} for first, count in zip(self._first, counts, strict=True)]
+        transient = self._transient(picks)
         for step in self._steps:
-            if room >= 0:
+            if room >= transient:
                 break
             if not counts[step.key]:
                 continue
             row = picks[step.key]
-            moved = min(row.get(step.source, 0), -(room // (flight * step.bytes)))
-            row[step.source] = row.get(step.source, 0) - moved
+            left = row.get(step.source, 0)
+            # making a block leaner may take more room while it is made again
+            wanted = max(transient, self.menus[step.key][step.option].transient_bytes) - room
+            moved = min(left, -(-wanted // (flight * step.bytes)))
+            row[step.source] = left - moved
             row[step.option] = row.get(step.option, 0) + moved
             time_s += moved * step.seconds
             room += moved * flight * step.bytes
-        return (time_s if room >= 0 else math.inf), picks
+            transient = self._transient(picks)
+        return (time_s if room >= transient else math.inf), picks
+
+    def _transient(self, picks: list[dict[int, int]]) -> int:
+        return max(
+            (
+                self.menus[key][option].transient_bytes
+                for key, row in enumerate(picks)
+                for option, count in row.items()
+                if count
+            ),
+            default=0,
+        )
 
 
 def run_prices(problem: MixedProblem) -> tuple[RunPrices, ...]:
