@@ -81,11 +81,19 @@ def small_problem(
         for time_s in seconds:
             each_s = time_s * samples / dp / tp**0.9 / speeds[c]
             saved = saved_bytes * samples // dp // tp
-            options = [Option(name="none", forward_s=each_s / 3, backward_s=each_s * 2 / 3,
-                              saved_bytes=saved, transient_bytes=saved)]  # fmt: skip
+            options = [
+                Option(
+                    name="none", forward_s=each_s / 3, backward_s=each_s * 2 / 3,
+                    saved_bytes=saved, transient_bytes=saved,
+                )
+            ]  # fmt: skip
             if leaner:
-                options.append(Option(name="full", forward_s=each_s / 3, backward_s=each_s,
-                                      saved_bytes=saved // 8, transient_bytes=2 * saved))  # fmt: skip
+                options.append(
+                    Option(
+                        name="full", forward_s=each_s / 3, backward_s=each_s,
+                        saved_bytes=saved // 8, transient_bytes=2 * saved,
+                    )
+                )  # fmt: skip
             blocks.append(
                 BlockMenu(
                     key=f"{time_s}",

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, NoReturn
 
+from autopar.errors import ConfigError
 from autopar.plan.pipelines import PipelinePlan
 from autopar.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from autopar.plan.answers import ParamExplanation, PlanExplanation
+    from autopar.plan.diff import PlanDiff
 
 MB_AXIS = "mb"
 DP_AXIS = "dp"
@@ -175,8 +181,34 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Where the seconds of a step go on the pipeline rank that is busy longest.
+
+    Attributes:
+        compute_s: Operators of all micro-batches, recomputing included.
+        collectives_s: Collectives of all micro-batches.
+        once_s: Once per step: gradients reduced, parameters gathered, the optimizer's step.
+        waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
+    """
+
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+    once_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the terms: the step."""
+        return self.compute_s + self.collectives_s + self.once_s + self.waiting_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was considered: what it was and why it lost (empty for the winner)."""
+    """A plan that was considered: what it was and why it lost (empty for the winner).
+
+    Attributes:
+        terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
+    """
 
     mesh: MeshShape
     num_microbatches: int
@@ -186,6 +218,7 @@ class Candidate:
     time_s: float
     peak_bytes: int
     reason: str
+    terms: TimeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +257,7 @@ class Plan:
         param_words: Parameter -> how ``tp`` and ZeRO-3 split it, in words; empty if nothing does.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
         precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
+        links: Axis with several ranks -> the slowest link that its groups use, in words.
         pipelines: Unequal pipelines side by side, on devices of several kinds; empty for a plan of
             one mesh. With pipelines ``mesh`` is that of one device and there are no ``stages``.
         objective: What was minimised: ``"time"``, ``"cost"`` or ``"time within cost"``.
@@ -258,6 +292,7 @@ class Plan:
     param_words: Mapping[str, str] = field(default_factory=dict)
     precision: str | None = None
     precision_words: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
     pipelines: tuple[PipelinePlan, ...] = ()
     objective: str = "time"
     cost_per_step: float | None = None
@@ -281,6 +316,43 @@ class Plan:
     def mode(self) -> str:
         """``"train"``, or ``"inference"`` for a plan that has no backward."""
         return "inference" if self.schedule is ScheduleKind.FORWARD else "train"
+
+    def explain(self, pattern: str | None = None) -> PlanExplanation | ParamExplanation:
+        """What binds and who lost; or how the parameters that match a pattern are split.
+
+        The plan alone is asked. What takes the model (what more memory would be worth, what other
+        splits would cost) is told by ``model.explain()`` and by ``autopar explain``.
+
+        Args:
+            pattern: Of parameter names, such as ``"model.layers.*.mlp.down_proj.weight"``.
+
+        Raises:
+            ConfigError: No parameter matches the pattern.
+        """
+        from autopar.plan.explain import explain_parameters, explain_plan
+
+        return explain_plan(self) if pattern is None else explain_parameters(self, pattern)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What another plan does differently: shape, stages, splits, memory and time by part."""
+        from autopar.plan.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def why_not(self, **constraints: object) -> NoReturn:
+        """Refused: a plan alone can't be solved again.
+
+        Raises:
+            ConfigError: Always; the text says whom to ask.
+        """
+        from autopar.plan.explain import NEEDS_MODEL
+
+        given = ", ".join(f"{name}={value!r}" for name, value in constraints.items())
+        raise ConfigError(
+            NEEDS_MODEL.format(
+                what=f"why not {given}", call=f"model.why_not({given})", command="why-not"
+            )
+        )
 
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""

@@ -77,12 +77,15 @@ def print_plan(
     """Write the report to a file, standard output if left out; titles are bold on a terminal."""
     target = sys.stdout if file is None else file
     text = render_plan(plan, width=width, graph=graph)
-    if target.isatty():
-        text = "".join(
-            f"\033[1m{line}\033[0m\n" if line and not line.startswith(" ") else f"{line}\n"
-            for line in text.splitlines()
-        )
-    target.write(text)
+    target.write(bold_titles(text) if target.isatty() else text)
+
+
+def bold_titles(text: str) -> str:
+    """The text with its titles, the lines that are not indented, in bold."""
+    return "".join(
+        f"\033[1m{line}\033[0m\n" if line and not line.startswith(" ") else f"{line}\n"
+        for line in text.splitlines()
+    )
 
 
 def terminal_width() -> int:

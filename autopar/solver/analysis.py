@@ -6,8 +6,8 @@ problems are made on first use and reused by every candidate that asks again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
@@ -22,12 +22,16 @@ from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_k
 from autopar.solver.constraints import Constraints, parameter_experts, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
-from autopar.solver.splits_problem import SplitsProblem
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.splits_structure import SplitsStructure, split_structure
 from cost_models.base import CostModel, slowest_group
 from cost_models.memory import optimizer_state_bytes
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
+# Constraints that change blocks, data splits or split problems; all others only leave shapes out.
+_SHAPING = (
+    "placements", "boundaries", "sequence_parallel", "expert_capacity", "microbatch_statistics",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -50,6 +54,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
+        solved: Sizes and ZeRO level -> splits without a memory bound that some search has found.
     """
 
     graph: Graph
@@ -68,6 +73,7 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
+    solved: dict[tuple[int, int, int, int], SplitsSolution] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[bool, bool], SplitsStructure] = field(default_factory=dict)
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
@@ -101,7 +107,26 @@ class Analysis:
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
-        self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+        self.optimizer_s_per_byte = optimizer_s_per_byte(self.model, self.optimizer)
+
+    def under(self, constraints: Constraints) -> Analysis:
+        """The same model and cluster under other constraints.
+
+        All that does not depend on them is shared, so that asking again is cheap.
+
+        Raises:
+            ConstraintError: The constraints contradict the model.
+        """
+        own = self.constraints
+        if any(getattr(own, name) != getattr(constraints, name) for name in _SHAPING) or (
+            constraints.placements and own.tp != constraints.tp
+        ):
+            return Analysis(self.graph, self.cluster, self.model, constraints, self.optimizer)
+        other = copy.copy(self)
+        other.constraints = constraints
+        other._check_depth()
+        other._check_schedule()
+        return other
 
     def on(self, cluster: Cluster, model: CostModel) -> Analysis:
         """The same model on another cluster; what does not depend on it is shared.
@@ -110,10 +135,10 @@ class Analysis:
             cluster: The other cluster.
             model: Its prices.
         """
-        other = copy(self)
+        other = copy.copy(self)
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
-        other.optimizer_s_per_byte = _optimizer_s_per_byte(model, self.optimizer)
+        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
         return other
 
     def _check_depth(self) -> None:
@@ -301,7 +326,7 @@ class Analysis:
         return build_splits(request, self.prices(sizes))
 
 
-def _optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
+def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
     """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""
     probe = TensorMeta((PROBE_ELEMENTS,), "float32")
     add_s = model.op_time_s("aten.add.Tensor", (Ref("0"), Ref("1")), [probe, probe], probe)

@@ -43,7 +43,7 @@ def better_cuts(
 def better_orders(
     search: PipelineSearch, pipelines: Sequence[PipelineChoice]
 ) -> tuple[PipelineChoice, ...]:
-    """Every pipeline with its kinds of stages in the best order that swaps of neighbours lead to."""
+    """Every pipeline with its kinds of stages in a better order: neighbours are swapped."""
     return tuple(_turned(search, pipeline) for pipeline in pipelines)
 
 

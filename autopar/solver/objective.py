@@ -15,7 +15,12 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class Objective(StrEnum):
-    """What is minimised."""
+    """What is minimised.
+
+    ``"time"`` of a step; its ``"cost"``, which is its time on the devices in use, so that fewer
+    devices may be cheaper; or ``"time within cost"``, the time where a step costs no more than a
+    limit.
+    """
 
     TIME = "time"
     COST = "cost"

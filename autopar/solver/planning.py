@@ -22,9 +22,11 @@ from autopar.solver.constraints import Constraints
 from autopar.solver.mixed import MixedWish, solve_mixed, takes_pipelines, too_dear
 from autopar.solver.mixed_build import MixedBuilder, Prices
 from autopar.solver.objective import SECONDS_PER_HOUR, Goal, Objective
-from autopar.solver.search import SearchStats, solve
+from autopar.solver.question import as_it_is
+from autopar.solver.search import SearchStats
 
 Progress = Callable[[str], None]
+Search = Callable[[Cluster, int | None], tuple[Plan, SearchStats]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,8 +39,9 @@ class Planner:
         constraints: What the user has fixed.
         optimizer: Assumed optimizer.
         prices: Cost model of a cluster.
+        search: The best plan of one mesh on a cluster under a memory limit.
+        dress: Puts the user's names and words into a plan of pipelines.
         goal: What is minimised.
-        time_limit_s: Wall-clock guard of a search.
         progress: Called with a line of text now and then.
     """
 
@@ -47,8 +50,9 @@ class Planner:
     constraints: Constraints
     optimizer: str
     prices: Prices
+    search: Search
+    dress: Callable[[Plan], Plan] = as_it_is
     goal: Goal = field(default_factory=Goal)
-    time_limit_s: float | None = None
     progress: Progress | None = None
     _builder: MixedBuilder | None = None
 
@@ -80,9 +84,9 @@ class Planner:
                 limit_bytes=limit_bytes,
             )
             plan, seconds = solve_mixed(self.builder, self.model_hash, cluster, wish, self.progress)
-            return plan, SearchStats(seconds=seconds)
+            return self.dress(plan), SearchStats(seconds=seconds)
         if self.goal.objective is Objective.TIME:
-            plan, stats = self._search(cluster, limit_bytes)
+            plan, stats = self.search(cluster, limit_bytes)
             return replace(plan, cost_per_step=cost_of(plan, cluster)), stats
         return self._by_count(cluster, limit_bytes)
 
@@ -92,19 +96,6 @@ class Planner:
         interleaves = all(tuple(self.graph.outputs_of(kind)) for kind in kinds)
         return takes_pipelines(cluster, self.constraints, interleaves=interleaves)
 
-    def _search(self, cluster: Cluster, limit_bytes: int | None) -> tuple[Plan, SearchStats]:
-        return solve(
-            self.graph,
-            self.model_hash,
-            cluster,
-            constraints=self.constraints,
-            optimizer=self.optimizer,
-            memory_limit_bytes=limit_bytes,
-            cost_model=self.prices(cluster),
-            progress=self.progress,
-            time_limit_s=self.time_limit_s,
-        )
-
     def _by_count(self, cluster: Cluster, limit_bytes: int | None) -> tuple[Plan, SearchStats]:
         """The best plan for cost, or for time within it, over the numbers of working devices."""
         found: list[tuple[Plan, SearchStats]] = []
@@ -113,7 +104,7 @@ class Planner:
         for count in device_counts(cluster.num_devices):
             part = first_devices(cluster, count)
             try:
-                plan, stats = self._search(part, limit_bytes)
+                plan, stats = self.search(part, limit_bytes)
             except InfeasibleError as error:
                 failure = failure or error
                 break  # fewer devices have less memory still

@@ -208,8 +208,11 @@ class Ranker:
         """The splits of one mesh, found once."""
         key = (*sizes, level)
         if key not in self._splits:
-            self.num_split_solves += 1
-            found = solve_splits(self.analysis.problem(sizes, level))
+            found = self.analysis.solved.get(key)
+            if found is None:
+                self.num_split_solves += 1
+                found = solve_splits(self.analysis.problem(sizes, level))
+                self.analysis.solved[key] = found
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
         return self._splits[key]
