@@ -18,10 +18,11 @@ from autopar.solver.constraints import Constraints
 from autopar.solver.explain import explain_with_model
 from autopar.solver.explain_parameters import explain_parameters_with_model
 from autopar.solver.given import constraints_of
-from autopar.solver.objective import Goal
+from autopar.solver.objective import Goal, goal
 from autopar.solver.planning import Planner
 from autopar.solver.question import Asker, Question
 from autopar.solver.relax import solve_or_explain
+from autopar.solver.replan import Replan, change_of, replan
 from autopar.solver.why_not import why_not
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ def planner_for(
         time_limit_s: Wall-clock guard of each search.
     """
 
-    def question(cluster: Cluster, limit_bytes: int | None) -> Question:
+    def question(cluster: Cluster, wish: Constraints, limit_bytes: int | None) -> Question:
         return question_for(
             captured,
             cluster,
-            constraints,
+            wish,
             optimizer=optimizer,
             limit_bytes=limit_bytes,
             time_limit_s=time_limit_s,
@@ -101,7 +102,7 @@ def planner_for(
         constraints=constraints,
         optimizer=optimizer if captured.training else "none",
         prices=lambda cluster: prices_for(cluster, graph=captured.graph),
-        search=lambda cluster, limit_bytes: solve_question(question(cluster, limit_bytes)),
+        search=lambda *asked: solve_question(question(*asked)),
         dress=lambda plan: dressed(plan, captured),
         goal=goal,
         progress=progress,
@@ -143,6 +144,7 @@ class Questions:
     cluster: Cluster
     plan: Plan
     time_limit_s: float | None = None
+    _planner: Planner | None = field(default=None)
     _asker: Asker | None = field(default=None)
 
     @property
@@ -159,6 +161,31 @@ class Questions:
             )
             self._asker = Asker(question, progress=progress)
         return self._asker
+
+    @property
+    def planner(self) -> Planner:
+        """Who plans the same program on other clusters; what it finds out is kept."""
+        if self._planner is None:
+            self._planner = planner_for(
+                self.captured,
+                constraints_of(self.plan.constraints),
+                optimizer=self.plan.optimizer,
+                goal=goal(self.plan.objective, self.plan.cost_limit),
+                time_limit_s=self.time_limit_s,
+            )
+        return self._planner
+
+    def replan(
+        self,
+        cluster: Cluster | None,
+        lost: tuple[int, ...],
+        slower: Mapping[int, float],
+        *,
+        thorough: bool,
+    ) -> Replan:
+        """The plan for a changed cluster, and what going there takes."""
+        change = change_of(self.cluster, cluster, lost=lost, slower=slower)
+        return replan(self.planner, self.plan, change, thorough=thorough)
 
     def explain(self, pattern: str | None) -> PlanExplanation | ParamExplanation:
         """What binds and who lost, or how the parameters that match a pattern are split."""

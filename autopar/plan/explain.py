@@ -127,6 +127,8 @@ def candidate_name(
 
 def plan_name(plan: Plan) -> str:
     """The plan in a few words, as runners-up are named."""
+    if plan.pipelines:
+        return " | ".join(map(str, plan.pipelines))
     level = max((stage.zero_level for stage in plan.stages), default=0)
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"

@@ -122,7 +122,7 @@ def choose(
         turned = better_orders(search, item.pipelines)
         finer = {better_cuts(search, item.pipelines), turned, better_cuts(search, turned)}
         finer.discard(item.pipelines)
-        again = [_simulated(problem, c) for c in sorted(finer, key=str)]
+        again = [evaluated(problem, c) for c in sorted(finer, key=str)]
         simulated += [s for s in again if s is not None]
     simulated.sort(key=rank)
     bound_s = time_bound_s(problem)
@@ -153,14 +153,15 @@ def _all_simulated(
     for choice in choices:
         if len(found) >= NUM_SIMULATED or (found and work > MAX_ACTIONS):
             break
-        made = _simulated(problem, choice)
+        made = evaluated(problem, choice)
         work += sum(p.num_microbatches * len(p.stages) for p in choice if len(p.stages) > 1)
         if made is not None:
             found.append(made)
     return found
 
 
-def _simulated(problem: MixedProblem, pipelines: tuple[PipelineChoice, ...]) -> Simulated | None:
+def evaluated(problem: MixedProblem, pipelines: tuple[PipelineChoice, ...]) -> Simulated | None:
+    """A choice with its figures; None if it can't be placed or kept."""
     figures = evaluate(problem, pipelines)
     if figures is None:
         return None

@@ -26,7 +26,7 @@ from autopar.solver.question import as_it_is
 from autopar.solver.search import SearchStats
 
 Progress = Callable[[str], None]
-Search = Callable[[Cluster, int | None], tuple[Plan, SearchStats]]
+Search = Callable[[Cluster, Constraints, int | None], tuple[Plan, SearchStats]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Planner:
         constraints: What the user has fixed.
         optimizer: Assumed optimizer.
         prices: Cost model of a cluster.
-        search: The best plan of one mesh on a cluster under a memory limit.
+        search: The best plan of one mesh on a cluster under constraints and a memory limit.
         dress: Puts the user's names and words into a plan of pipelines.
         goal: What is minimised.
         progress: Called with a line of text now and then.
@@ -86,9 +86,13 @@ class Planner:
             plan, seconds = solve_mixed(self.builder, self.model_hash, cluster, wish, self.progress)
             return self.dress(plan), SearchStats(seconds=seconds)
         if self.goal.objective is Objective.TIME:
-            plan, stats = self.search(cluster, limit_bytes)
+            plan, stats = self.search(cluster, self.constraints, limit_bytes)
             return replace(plan, cost_per_step=cost_of(plan, cluster)), stats
         return self._by_count(cluster, limit_bytes)
+
+    def search_under(self, cluster: Cluster, constraints: Constraints) -> tuple[Plan, SearchStats]:
+        """The best plan of one mesh for time under other constraints than the user's."""
+        return self.search(cluster, constraints, None)
 
     def takes_pipelines(self, cluster: Cluster) -> bool:
         """Whether plans on a cluster have unequal pipelines."""
@@ -104,7 +108,7 @@ class Planner:
         for count in device_counts(cluster.num_devices):
             part = first_devices(cluster, count)
             try:
-                plan, stats = self.search(part, limit_bytes)
+                plan, stats = self.search(part, self.constraints, limit_bytes)
             except InfeasibleError as error:
                 failure = failure or error
                 break  # fewer devices have less memory still
