@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from autopar.cli.decisions import amount, decisions
 from autopar.cli.models import load_model
-from autopar.cli.output import show_answer, show_plan
-from autopar.errors import ConfigError
+from autopar.cli.output import check_folder, show_answer, show_plan
 from autopar.plan.io import json_record, load_plan, save_plan
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
 from cost_models.trace import trace_events, write_trace
@@ -24,12 +22,8 @@ def plan(args: argparse.Namespace) -> int:
     """``autopar plan``."""
     from autopar import api  # here, since torch takes seconds and "report" does without
 
-    for option, path in (("--output", args.output), ("--trace", args.trace)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(
-                f"{option}: there is no folder {Path(path).resolve().parent} for {path}; make it, "
-                "or choose another"
-            )
+    check_folder("--output", args.output)
+    check_folder("--trace", args.trace)
     model, inputs = load_model(args.model, args.batch)
     devices = int(args.devices) if args.devices.isdecimal() else args.devices
     limit = None if args.memory_limit is None else amount("--memory-limit", args.memory_limit)

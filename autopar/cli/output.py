@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from autopar.errors import AutoparError, ConfigError, ConstraintError, InfeasibleError
@@ -65,13 +66,26 @@ def show_answer(answer: Answer, args: argparse.Namespace, **others: Json) -> Non
         print_answer(answer.sections(), width=args.width)
 
 
+def check_folder(option: str, path: str | None) -> None:
+    """Refuse a file in a folder that is not there, before anything is worked out.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    if path and not Path(path).resolve().parent.is_dir():
+        raise ConfigError(
+            f"{option}: there is no folder {Path(path).resolve().parent} for {path}; make it, or "
+            "choose another"
+        )
+
+
 def plan_summary(plan: Plan) -> dict[str, Json]:
     """The plan without its splits, for programs: plain values, units in the names."""
     table = json_record(plan)
     del table["splits"]
     table["hash"] = plan_hash(plan)
-    table["num_ranks"] = plan.mesh.num_ranks
-    table["idle_ranks"] = list(range(plan.mesh.num_ranks, plan.num_devices))
+    table["num_ranks"] = plan.num_ranks
+    table["idle_ranks"] = list(plan.idle_ranks)
     return table
 
 

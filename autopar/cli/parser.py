@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     _explain(found)
     _why_not(found)
     _diff(found)
+    _replan(found)
     _profile(found)
     _verify(found)
     _run(found)
@@ -164,6 +165,27 @@ def _diff(found: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("plan", metavar="BEFORE.json")
     parser.add_argument("other", metavar="AFTER.json")
     parser.set_defaults(run=commands.diff)
+
+
+def _replan(found: Commands[argparse.ArgumentParser]) -> None:
+    parser = found.add_parser(
+        "replan",
+        parents=[_model(), _saved(), _common(), _text()],
+        help="plan again after the cluster changed: what differs, what travels, when it pays",
+    )
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("--devices", help="the new cluster; or say what changed:")
+    parser.add_argument(
+        "--lost", type=int, action="append", metavar="MACHINE", help="index of one that is gone"
+    )
+    parser.add_argument(
+        "--slower", action="append", metavar="MACHINE=FACTOR", help="such as 3=0.5: half the speed"
+    )
+    parser.add_argument("--before", metavar="DEVICES", help="the old cluster, if it was a file")
+    parser.add_argument("--thorough", action="store_true", help="search all shapes")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the new plan as JSON")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of each search")
+    parser.set_defaults(run=asking.replan)
 
 
 def _profile(found: Commands[argparse.ArgumentParser]) -> None:

@@ -130,15 +130,12 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
         found = [f"{c.name}={c.value}" for c in plan.constraints if c.origin == "user"]
         return ", ".join(found) or "none"
 
-    def idle(plan: Plan) -> int:
-        return plan.num_devices - plan.mesh.num_ranks
-
     return _changes(
         [
             ("cluster", before.cluster, after.cluster),
             ("devices", before.num_devices, after.num_devices),
-            ("mesh", before.mesh, after.mesh),
-            ("idle devices", idle(before), idle(after)),
+            ("mesh", _shape_words(before), _shape_words(after)),
+            ("idle devices", len(before.idle_ranks), len(after.idle_ranks)),
             ("micro-batches", before.num_microbatches, after.num_microbatches),
             ("schedule", before.schedule.value, after.schedule.value),
             ("optimizer", before.optimizer, after.optimizer),
@@ -153,7 +150,24 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
     )
 
 
+def _shape_words(plan: Plan) -> str:
+    if plan.pipelines:
+        count = len(plan.pipelines)
+        return f"{count} pipeline{'s' * (count > 1)} of their own shapes"
+    return str(plan.mesh)
+
+
+def _pipelines(before: Plan, after: Plan) -> list[Change]:
+    """Pipeline by pipeline, in the order in which plans list them."""
+    old, new = (list(map(str, plan.pipelines)) for plan in (before, after))
+    most = max(len(old), len(new))
+    padded = [row + ["none"] * (most - len(row)) for row in (old, new)]
+    return _changes((f"pipeline {i}", *pair) for i, pair in enumerate(zip(*padded, strict=True)))
+
+
 def _stages(before: Plan, after: Plan) -> list[Change]:
+    if before.pipelines or after.pipelines:
+        return _pipelines(before, after)
     rows: list[tuple[str, object, object]] = [
         ("number of stages", len(before.stages), len(after.stages))
     ]
@@ -223,6 +237,10 @@ def _memory(before: Plan, after: Plan) -> list[Change]:
             format_bytes(after.peak_bytes),
         )
     ]
+    if before.pipelines or after.pipelines:
+        return _changes(rows)
+    if not before.stages or not after.stages:
+        return _changes(rows)
     (old_rank, old), (new_rank, new) = fullest_rank(before), fullest_rank(after)
     where = "fullest device"
     if (before.mesh.pp, after.mesh.pp) != (1, 1):

@@ -11,6 +11,7 @@ from math import isfinite
 
 from autopar.errors import ConfigError
 from autopar.plan.answers import Binding, Loss, ParamExplanation, PlanExplanation
+from autopar.plan.explain_pipelines import pipeline_binding
 from autopar.plan.time_terms import busiest_rank, plan_terms, term_changes
 from autopar.plan.types import Candidate, MemoryParts, MeshShape, Plan, TimeTerms
 from autopar.units import format_bytes, format_time
@@ -34,7 +35,10 @@ _SPLIT_FREE = "replicated over tp"
 def explain_plan(plan: Plan) -> PlanExplanation:
     """What binds, where the time goes, and the runners-up with why they lost."""
     terms = plan_terms(plan)
-    binding = [*_memory_binding(plan), *_time_binding(plan, terms), *_link_binding(plan)]
+    if plan.pipelines:
+        binding = pipeline_binding(plan)
+    else:
+        binding = [*_memory_binding(plan), *_time_binding(plan, terms), *_link_binding(plan)]
     missing = [
         NEEDS_MODEL.format(
             what="what more memory or bandwidth would be worth",
@@ -42,9 +46,9 @@ def explain_plan(plan: Plan) -> PlanExplanation:
             command="explain",
         )
     ]
-    if terms is None:
+    if terms is None and not plan.pipelines:
         missing.append("the plan has no predicted times; plan again for them")
-    elif plan.runners_up and all(c.terms is None for c in plan.runners_up):
+    elif terms is not None and plan.runners_up and all(c.terms is None for c in plan.runners_up):
         missing.append(
             "the terms of the runners-up: the plan was saved before they were kept; plan again"
         )
@@ -127,6 +131,12 @@ def candidate_name(
 
 def plan_name(plan: Plan) -> str:
     """The plan in a few words, as runners-up are named."""
+    if plan.pipelines:
+        shapes = "; ".join(map(str, plan.pipelines))
+        count = len(plan.pipelines)
+        return f"{count} pipeline{'s' * (count != 1)}, {plan.schedule.value}: {shapes}"
+    if plan.pipelines:
+        return " | ".join(map(str, plan.pipelines))
     level = max((stage.zero_level for stage in plan.stages), default=0)
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"

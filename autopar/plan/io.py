@@ -36,6 +36,11 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "peak_at": ("", 3),
         "links": ({}, 4),
         "model_gap": (0.0, 4),
+        "pipelines": ([], 4),
+        "objective": ("time", 4),
+        "cost_per_step": (None, 4),
+        "cost_bound": (None, 4),
+        "cost_limit": (None, 4),
     },
     "Candidate": {"terms": (None, 4)},
 }

@@ -51,7 +51,11 @@ def time_terms(
 
 def plan_terms(plan: Plan) -> TimeTerms | None:
     """The terms of a plan; None if its stages have no figures."""
-    if plan.time_s <= 0 or any(stage.time.forward_s <= 0 for stage in plan.stages):
+    if (
+        plan.time_s <= 0
+        or not plan.stages
+        or any(stage.time.forward_s <= 0 for stage in plan.stages)
+    ):
         return None
     times = [stage.time for stage in plan.stages]
     return time_terms(times, plan.mesh, plan.num_microbatches, plan.time_s)

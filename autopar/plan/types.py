@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
 
 from autopar.errors import ConfigError
+from autopar.plan.pipelines import PipelinePlan
 from autopar.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -259,6 +260,13 @@ class Plan:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
         precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
         links: Axis with several ranks -> the slowest link that its groups use, in words.
+        pipelines: Unequal pipelines side by side, on devices of several kinds; empty for a plan of
+            one mesh. With pipelines ``mesh`` is that of one device and there are no ``stages``.
+        objective: What was minimised: ``"time"``, ``"cost"`` or ``"time within cost"``.
+        cost_per_step: Price of a step on the devices in use, in the currency of the cluster's
+            ``cost_per_hour``; None where prices are not known.
+        cost_bound: Lower bound of it over the searched space, where it was minimised.
+        cost_limit: The most that a step may cost, if the user gave it.
     """
 
     model_hash: str
@@ -288,11 +296,29 @@ class Plan:
     precision_words: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
     model_gap: float = 0.0
+    pipelines: tuple[PipelinePlan, ...] = ()
+    objective: str = "time"
+    cost_per_step: float | None = None
+    cost_bound: float | None = None
+    cost_limit: float | None = None
 
     @property
     def gap(self) -> float:
         """What the bound leaves open, as a share of the predicted time."""
         return max(0.0, 1 - self.bound_s / self.time_s) if self.time_s > 0 else 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices in use."""
+        return sum(p.num_devices for p in self.pipelines) or self.mesh.num_ranks
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Devices that are not in use."""
+        if not self.pipelines:
+            return tuple(range(self.mesh.num_ranks, self.num_devices))
+        used = {rank for p in self.pipelines for stage in p.stages for rank in stage.devices}
+        return tuple(rank for rank in range(self.num_devices) if rank not in used)
 
     @property
     def mode(self) -> str:
@@ -338,9 +364,10 @@ class Plan:
 
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""
-        idle = self.num_devices - self.mesh.num_ranks
+        idle = len(self.idle_ranks)
+        shape = f"{_counted(len(self.pipelines), 'pipeline')}" if self.pipelines else f"{self.mesh}"
         lines = [
-            f"plan for {_counted(self.num_devices, 'device')} of {self.cluster}: {self.mesh}"
+            f"plan for {_counted(self.num_devices, 'device')} of {self.cluster}: {shape}"
             + (f", {idle} idle" if idle else ""),
             f"{self.schedule.value}, {_counted(self.num_microbatches, 'micro-batch')}, "
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
@@ -353,6 +380,7 @@ class Plan:
             for s in self.stages
             if s.devices
         ]
+        lines += [str(pipeline) for pipeline in self.pipelines]
         return "\n".join(lines)
 
 

@@ -10,14 +10,15 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
 from autopar.capture.calls import ModelCall, bind_call
+from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError
 from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
 from autopar.plan.types import Plan
@@ -30,6 +31,9 @@ from autopar.runtime.pretrained import save as save_directory
 from autopar.runtime.session import Session
 from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP, take_call_hooks
 from autopar.units import parse_bytes
+
+if TYPE_CHECKING:
+    from autopar.solver.replan import Replan
 
 _STATE = "_autopar_state"
 _BATCH = "batch"
@@ -53,6 +57,17 @@ class Questions(Protocol):
 
     def why_not(self, constraints: Mapping[str, object]) -> WhyNot:
         """What constraints would do."""
+        ...
+
+    def replan(
+        self,
+        cluster: Cluster | None,
+        lost: tuple[int, ...],
+        slower: Mapping[int, float],
+        *,
+        thorough: bool,
+    ) -> Replan:
+        """The plan for a changed cluster, and what going there takes."""
         ...
 
 
@@ -146,6 +161,36 @@ class CompiledModule(torch.nn.Module):
                 aside if it is given another value.
         """
         return _questions(self).why_not(constraints)
+
+    def replan(
+        self,
+        devices: str | os.PathLike[str] | Cluster | None = None,
+        *,
+        lost: Sequence[int] = (),
+        slower: Mapping[int, float] | None = None,
+        thorough: bool = False,
+    ) -> Replan:
+        """The plan for a changed cluster, what differs, what must travel, and whether that pays.
+
+        The model keeps running under its own plan; ``save_plan(answer.plan, ...)`` keeps the new
+        one. Bytes are exact; seconds are those of the cluster's links.
+
+        Args:
+            devices: The new cluster, as in :func:`autopar.compile`.
+            lost: Instead: machines of the present cluster that are gone, by index.
+            slower: Instead: machine -> factor of its speed, such as ``{3: 0.5}``.
+            thorough: Search all shapes, not only those of the present ``tp``.
+
+        Raises:
+            ConfigError: Nothing changed, or a machine is not there.
+            InfeasibleError: Nothing fits what is left.
+        """
+        cluster = None
+        if devices is not None:
+            text = devices if isinstance(devices, str | Cluster) else Path(devices)
+            cluster = parse_devices(text)
+        gone = tuple(lost)
+        return _questions(self).replan(cluster, gone, slower or {}, thorough=thorough)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -130,6 +130,19 @@ class Analysis:
         other._check_schedule()
         return other
 
+    def on(self, cluster: Cluster, model: CostModel) -> Analysis:
+        """The same model on another cluster; what does not depend on it is shared.
+
+        Args:
+            cluster: The other cluster.
+            model: Its prices.
+        """
+        other = copy.copy(self)
+        other.cluster, other.model = cluster, model
+        other._prices, other._requests, other._problems = {}, {}, {}
+        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
+        return other
+
     def _check_depth(self) -> None:
         """Refuse more stages than the model can be cut into."""
         wish = self.constraints

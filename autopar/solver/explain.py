@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.cluster import Cluster
 from autopar.plan.answers import RE_SIMULATED, RE_SOLVED, PlanExplanation, ShadowPrice
 from autopar.plan.diff import diff_plans
 from autopar.plan.explain import NEEDS_MODEL, explain_plan
@@ -44,7 +45,12 @@ def explain_with_model(asker: Asker, plan: Plan) -> PlanExplanation:
 
 def _memory_price(asker: Asker, plan: Plan) -> ShadowPrice | None:
     what = "1 GiB more memory on each device"
-    other = asker.ask(what, limit_bytes=asker.question.limit_bytes + GIB)
+    asked = asker.question
+    if plan.pipelines:  # devices of several kinds have limits of their own
+        roomier = _roomier(asked.cluster, GIB)
+        other = asker.ask(what, cluster=roomier, limit_bytes=roomier.memory_bytes)
+    else:
+        other = asker.ask(what, limit_bytes=asked.limit_bytes + GIB)
     if other is None:
         return None
     if not isinstance(other, Plan) or other.time_s >= plan.time_s:
@@ -57,6 +63,18 @@ def _memory_price(asker: Asker, plan: Plan) -> ShadowPrice | None:
         after_s=other.time_s,
         change=_change(plan, other),
     )
+
+
+def _roomier(cluster: Cluster, extra_bytes: int) -> Cluster:
+    """The cluster with more usable memory on each device."""
+    machines = tuple(
+        replace(
+            machine,
+            device=replace(machine.device, memory_bytes=machine.device.memory_bytes + extra_bytes),
+        )
+        for machine in cluster.machines
+    )
+    return replace(cluster, machines=machines)
 
 
 def _change(plan: Plan, other: Plan) -> str:
@@ -74,6 +92,8 @@ def _change(plan: Plan, other: Plan) -> str:
 
 def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]]:
     """This plan on faster links and devices."""
+    if plan.pipelines:
+        return [], ["what faster links are worth: not told for plans of unequal pipelines"]
     cluster = asker.question.cluster
     model = asker.prices(cluster)
     again = Resimulator.of(plan, asker.analysis())

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import ConfigError, InfeasibleError
 from autopar.ir.graph import InputKind
 from autopar.plan.answers import Alternative, ParamExplanation
-from autopar.plan.explain import decided_by
+from autopar.plan.explain import decided_by, explain_parameters
 from autopar.plan.types import TP_AXIS, Plan
 from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import R, Replicate
@@ -46,6 +46,10 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
     if not names:
         examples = ", ".join(repr(p.param) for p in params[:3])
         raise ConfigError(f"{pattern!r} matches no parameter; they are such as {examples}")
+    if plan.pipelines:
+        told = explain_parameters(plan, pattern)
+        note = "collectives and other splits: not told for plans of unequal pipelines"
+        return replace(told, missing=(note,))
     again = Resimulator.of(plan, analysis)
     setting = again.setting(analysis.cluster, analysis.model, analysis.optimizer_s_per_byte)
     level = max(stage.zero_level for stage in plan.stages)

@@ -72,6 +72,8 @@ class Question:
         programs: What to change, in words -> the program of the same model that there is then,
             made when it is tried.
         time_limit_s: Wall-clock guard of each search.
+        pipelines: Answers a question whose plan may have unequal pipelines, dressed; None for one
+            that the search of one mesh answers.
     """
 
     graph: Graph
@@ -85,6 +87,7 @@ class Question:
     grow: Callable[[Cluster, int], Cluster] = grown
     programs: Mapping[str, Callable[[], Graph]] = field(default_factory=dict)
     time_limit_s: float | None = None
+    pipelines: Callable[[Question, Progress], tuple[Plan, SearchStats] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -221,6 +224,10 @@ class Asker:
         return len(self._graphs) - 1
 
     def _solve(self, question: Question, progress: Progress) -> tuple[Plan, SearchStats]:
+        if question.pipelines is not None and question.graph is self.question.graph:
+            found = question.pipelines(question, progress)
+            if found is not None:
+                return found
         plan, stats = solve(
             question.graph,
             question.model_hash,
