@@ -14,12 +14,14 @@
           "memory_bandwidth_bytes_per_s": 2.0e12,
           "launch_overhead_s": 4e-6,
           "efficiency": {"matmul_fraction": 0.7},   # fields of EfficiencyCurve
+          "cost_per_hour": 1.9,                     # optional; in any currency, the same for all
           "source": "our own measurements"
         }
       },
       "machines": [
         {
           "count": 4, "devices": 8, "device": "lab-gpu",
+          "speed": 1.0,                             # optional: 0.5 for machines at half speed
           "intra": {"kind": "nvlink", "latency_s": 3e-6, "bandwidth_bytes_per_s": 2.2e11},
           "inter": {"kind": "infiniband", "latency_s": 8e-6, "bandwidth_bytes_per_s": 2.2e10}
         }
@@ -155,6 +157,7 @@ def _device_data(device: Device) -> dict[str, object]:
         "host_step_s": device.host_step_s,
         "efficiency": asdict(device.curve),
         "source": device.source,
+        **({} if device.cost_per_hour is None else {"cost_per_hour": device.cost_per_hour}),
     }
 
 
@@ -162,7 +165,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
     known = {
         "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
         "launch_overhead_s", "host_operator_s", "host_step_s", "efficiency",
-        "source",
+        "cost_per_hour", "source",
     }  # fmt: skip
     entry = _Entry(where, value, known)
     base: Preset | None = None
@@ -179,6 +182,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
         raise ConfigError(f"{where}: kind is {kind!r}, must be one of {[*map(str, DeviceKind)]}")
     peaks = entry.numbers("peak_flops", dict(old.peak_flops) if old else None)
     curve = _curve(entry, old.curve if old else EfficiencyCurve())
+    cost = entry.number("cost_per_hour") if "cost_per_hour" in entry.data else None
     try:
         device = Device(
             name=name,
@@ -195,6 +199,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             host_operator_s=entry.number("host_operator_s", old.host_operator_s if old else 0.0),
             host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
             curve=curve,
+            cost_per_hour=cost,
             source=entry.text("source", f"given in {where}"),
         )
     except ConfigError as error:
@@ -229,7 +234,7 @@ def _curve(parent: _Entry, old: EfficiencyCurve) -> EfficiencyCurve:
 def _machines(
     where: str, value: object, presets: Mapping[str, Preset], bare: Mapping[str, Device]
 ) -> list[Machine]:
-    entry = _Entry(where, value, {"count", "devices", "device", "intra", "inter"})
+    entry = _Entry(where, value, {"count", "devices", "device", "speed", "intra", "inter"})
     name = entry.text("device")
     preset = presets.get(name) or presets.get(ALIASES.get(name.lower(), name.lower()))
     if preset is None and name not in bare:
@@ -238,6 +243,10 @@ def _machines(
             f"({', '.join(PRESETS)})"
         )
     device = bare[name] if preset is None else preset.device
+    try:
+        device = device.at_speed(entry.number("speed", 1.0))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     machine = Machine(
         device=device,
         num_devices=entry.count("devices"),

@@ -11,7 +11,7 @@ Ranks are numbered machine by machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
@@ -249,6 +249,71 @@ class Cluster:
             for m in self.machines
         )
         return replace(self, machines=machines)
+
+    def with_costs(self, cost_per_hour: float | Mapping[str, float]) -> Cluster:
+        """This cluster with prices of its devices.
+
+        Args:
+            cost_per_hour: Of one device: of all alike, or by the name of the device. A machine at
+                another speed costs what its device costs.
+
+        Raises:
+            ConfigError: A name is no device of the cluster, or a price is negative.
+        """
+        names = sorted({m.device.name.partition("@")[0] for m in self.machines})
+        if not isinstance(cost_per_hour, Mapping):
+            cost_per_hour = dict.fromkeys(names, cost_per_hour)
+        for name in cost_per_hour:
+            if name not in names:
+                raise ConfigError(
+                    f"cost_per_hour: {name!r} is no device of {self}; it has {', '.join(names)}"
+                )
+
+        def priced(device: Device) -> Device:
+            cost = cost_per_hour.get(device.name.partition("@")[0], device.cost_per_hour)
+            return replace(device, cost_per_hour=cost)
+
+        machines = tuple(replace(m, device=priced(m.device)) for m in self.machines)
+        return replace(self, machines=machines)
+
+    def without_machines(self, lost: Collection[int]) -> Cluster:
+        """This cluster without some of its machines.
+
+        Args:
+            lost: Their indices.
+
+        Raises:
+            ConfigError: An index is out of range, or no machine is left.
+        """
+        for index in lost:
+            if not 0 <= index < len(self.machines):
+                raise ConfigError(
+                    f"cluster {self}: has no machine {index}, its machines are 0 to "
+                    f"{len(self.machines) - 1}"
+                )
+        left = tuple(m for i, m in enumerate(self.machines) if i not in lost)
+        return replace(self, machines=left)
+
+    def with_speed(self, machine: int, factor: float) -> Cluster:
+        """This cluster with one machine at another speed.
+
+        Args:
+            machine: Its index.
+            factor: 0.5 takes twice as long.
+
+        Raises:
+            ConfigError: There is no such machine, or the factor is not above 0.
+        """
+        if not 0 <= machine < len(self.machines):
+            raise ConfigError(
+                f"cluster {self}: has no machine {machine}, its machines are 0 to "
+                f"{len(self.machines) - 1}"
+            )
+        slow = replace(
+            self.machines[machine], device=self.machines[machine].device.at_speed(factor)
+        )
+        before, after = self.machines[:machine], self.machines[machine + 1 :]
+        return replace(self, machines=(*before, slow, *after))
 
     def __str__(self) -> str:
         """Canonical text, such as ``4x8:h100-sxm`` or ``8:a100-80gb + 4:l4``.

@@ -48,6 +48,7 @@ from autopar.sharding.routing import ROUTE, exchanges_rows, expert_weights, spli
 from autopar.sharding.rules import MICROBATCH_STATISTICS
 from autopar.sharding.signature import (
     AxisStrategy,
+    OpSignature,
     axis_strategies,
     parts_by_factor,
 )
@@ -113,6 +114,10 @@ class DataAxes:
         self._argument_only = argument_only_values(graph)
         self.classes = dim_classes(graph, signatures)
         self._strategies: dict[tuple[int, int, Parts, str], tuple[AxisStrategy, ...]] = {}
+        self._menus: dict[tuple[AxisStrategy, ...], tuple[AxisStrategy, ...]] = {}
+        self._known: dict[object, AxisChoices] = {}
+        self._none = AxisChoices({})
+        self._distinct = _distinct_signatures(graph, signatures)
         self._batch_factors: dict[str, frozenset[str]] = {}
         self._batch: dict[str, int] | None = None
 
@@ -254,7 +259,7 @@ class DataAxes:
             ShardingError: The batch can't be cut, samples of different micro-batches mix, or a
                 parameter of ``experts`` has no experts that can be split so.
         """
-        none = AxisChoices({})
+        none = self._none
         if experts and dp == 1:
             target = self._graph.input_map()[min(experts)].target
             raise ShardingError(f"parameter {target!r} can't be split over dp=1; use 2 or more")
@@ -265,22 +270,64 @@ class DataAxes:
         mb = none
         if num_microbatches > 1:
             try:
-                mb = self._propagate(
-                    "mb", num_microbatches, placements, {}, statistics=microbatch_statistics
-                )
-                _check_results(self._graph, mb, num_microbatches)
+                mb = self._over_microbatches(num_microbatches, placements, microbatch_statistics)
             except ShardingError as error:
                 raise self._single_sample(num_microbatches) or error from None
         if dp == 1:
             return DataSplits(mb, none)
-        divide = {}
+        exchanged, split = self._exchanged(experts or {}, dp)
+        placements.update(split)
+        return DataSplits(mb, self._over_ranks(dp, mb, num_microbatches, placements, exchanged))
+
+    def _over_microbatches(
+        self, size: int, placements: Mapping[str, Placement], statistics: bool
+    ) -> AxisChoices:
+        """Splits over ``mb``; sizes that allow the same splits everywhere share them."""
+        menus = tuple(self._menu(s, size, "mb", {}) for s in self._distinct.values())
+        key = ("mb", statistics, tuple(map(id, menus)), tuple(sorted(placements)))
+        found = self._known.get(key)
+        if found is None:
+            found = self._propagate("mb", size, placements, {}, statistics=statistics)
+            _check_results(self._graph, found, size)
+            found = self._known[key] = self._same(found)
+        return found
+
+    def _same(self, choices: AxisChoices) -> AxisChoices:
+        """An equal one that is known already: sizes may rule out splits that nothing would take."""
+        for known in self._known.values():
+            if known.prologue == choices.prologue and known.choices == choices.choices:
+                return known
+        return choices
+
+    def _over_ranks(
+        self,
+        dp: int,
+        mb: AxisChoices,
+        num_microbatches: int,
+        placements: Mapping[str, Placement],
+        exchanged: frozenset[str],
+    ) -> AxisChoices:
+        """Splits over ``dp`` beside those over ``mb``; likewise shared."""
+        divides: dict[tuple[int, AxisStrategy], dict[str, int]] = {}
+        divide: dict[str, Mapping[str, int]] = {}
         for name, strategy in mb.choices.items():
             signature = self._signatures.get(name)
             if isinstance(strategy, AxisStrategy) and signature is not None:
-                divide[name] = parts_by_factor(signature, [(strategy, num_microbatches)])
-        exchanged, split = self._exchanged(experts or {}, dp)
-        placements.update(split)
-        return DataSplits(mb, self._propagate("dp", dp, placements, divide, exchanged=exchanged))
+                pair = (id(signature), strategy)
+                if pair not in divides:
+                    divides[pair] = parts_by_factor(signature, [(strategy, num_microbatches)])
+                divide[name] = divides[pair]
+        by_id = {id(s): s for s in self._distinct.values()}
+        menus = [self._menu(s, dp, "dp", {}) for s in self._distinct.values()]
+        menus += [self._menu(by_id[at], dp, "dp", cut) for (at, _), cut in divides.items()]
+        cuts = tuple((at, strategy) for at, strategy in divides)
+        where = tuple((name, placements[name]) for name in sorted(placements))
+        key = ("dp", cuts, tuple(map(id, menus)), where, exchanged)
+        found = self._known.get(key)
+        if found is None:
+            found = self._propagate("dp", dp, placements, divide, exchanged=exchanged)
+            found = self._known[key] = self._same(found)
+        return found
 
     def _exchanged(
         self, experts: Mapping[str, int], dp: int
@@ -373,20 +420,26 @@ class DataAxes:
         if signature is None:
             count = len(self._refs[node.name])
             return (AxisStrategy((R,) * count, (R,) * len(node.metas())),)
-        key = (id(signature), state.size, tuple(divide.items()), state.axis)
-        if key not in self._strategies:
-            options = axis_strategies(signature, state.size, divide=dict(divide))
-            if state.axis == "mb":
-                kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
-            else:
-                kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
-            kept = [s for s in kept if not splits_experts(s) or exchanges_rows(s)]
-            self._strategies[key] = tuple(kept)
-        options = self._strategies[key]
+        options = self._menu(signature, state.size, state.axis, divide)
         if node.op == ROUTE:  # experts are split over a data axis where that is asked for
             asked = node.name in state.exchanged
             options = tuple(s for s in options if exchanges_rows(s) == asked)
         return options
+
+    def _menu(
+        self, signature: OpSignature, size: int, axis: str, divide: Mapping[str, int]
+    ) -> tuple[AxisStrategy, ...]:
+        """Legal splits of an operator over a data axis; equal menus are the same object."""
+        key = (id(signature), size, tuple(divide.items()), axis)
+        if key not in self._strategies:
+            options = axis_strategies(signature, size, divide=dict(divide))
+            if axis == "mb":
+                kept = [s for s in options if not s.lowering or s.lowering in LOCAL_LOWERINGS]
+            else:
+                kept = [s for s in options if s.factor != MICROBATCH_STATISTICS]
+            menu = tuple(s for s in kept if not splits_experts(s) or exchanges_rows(s))
+            self._strategies[key] = self._menus.setdefault(menu, menu)
+        return self._strategies[key]
 
     def _choose(self, node: Node, options: Sequence[AxisStrategy], state: _State) -> None:
         refs = self._refs[node.name]
@@ -449,6 +502,16 @@ class DataAxes:
 
 def _size(meta: TensorMeta | None, dim: int) -> int:
     return meta.shape[dim] if meta else 0
+
+
+def _distinct_signatures(graph: Graph, signatures: Signatures) -> dict[int, OpSignature]:
+    """Signatures by identity, repeats left out."""
+    found: dict[int, OpSignature] = {}
+    for node in graph.nodes:
+        signature = signatures.get(node.name)
+        if signature is not None:
+            found.setdefault(id(signature), signature)
+    return found
 
 
 def _smallest_factor(size: int) -> int:

@@ -6,6 +6,7 @@ problems are made on first use and reused by every candidate that asks again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,10 @@ from cost_models.base import CostModel, slowest_group
 from cost_models.memory import optimizer_state_bytes
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
+# Constraints that change blocks, data splits or split problems; all others only leave shapes out.
+_SHAPING = (
+    "placements", "boundaries", "sequence_parallel", "expert_capacity", "microbatch_statistics",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
+        shared: What searches have worked out and others may use, by name.
     """
 
     graph: Graph
@@ -67,8 +73,11 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
+    shared: dict[str, object] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
-    _structures: dict[tuple[bool, bool], SplitsStructure] = field(default_factory=dict)
+    _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
+    _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
+    _batch_size: int = 0
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
     _problems: dict[tuple[int, int, int, int], SplitsProblem] = field(default_factory=dict)
@@ -100,7 +109,39 @@ class Analysis:
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
-        self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+        self.optimizer_s_per_byte = optimizer_s_per_byte(self.model, self.optimizer)
+
+    def under(self, constraints: Constraints) -> Analysis:
+        """The same model and cluster under other constraints.
+
+        All that does not depend on them is shared, so that asking again is cheap.
+
+        Raises:
+            ConstraintError: The constraints contradict the model.
+        """
+        own = self.constraints
+        if any(getattr(own, name) != getattr(constraints, name) for name in _SHAPING) or (
+            constraints.placements and own.tp != constraints.tp
+        ):
+            return Analysis(self.graph, self.cluster, self.model, constraints, self.optimizer)
+        other = copy.copy(self)
+        other.constraints = constraints
+        other._check_depth()
+        other._check_schedule()
+        return other
+
+    def on(self, cluster: Cluster, model: CostModel) -> Analysis:
+        """The same model on another cluster; what does not depend on it is shared.
+
+        Args:
+            cluster: The other cluster.
+            model: Its prices.
+        """
+        other = copy.copy(self)
+        other.cluster, other.model = cluster, model
+        other._prices, other._requests, other._problems = {}, {}, {}
+        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
+        return other
 
     def _check_depth(self) -> None:
         """Refuse more stages than the model can be cut into."""
@@ -134,13 +175,13 @@ class Analysis:
     @property
     def batch_size(self) -> int:
         """Samples of a step; 1 if no call argument has a batch dim."""
-        dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
-        inputs = self.graph.input_map()
-        for name, dim in dims.items():
-            meta = inputs[name].meta
-            if meta is not None:
-                return meta.shape[dim]
-        return 1
+        if not self._batch_size:
+            dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
+            inputs = self.graph.input_map()
+            sizes = [(inputs[name].meta, dim) for name, dim in dims.items()]
+            found = [meta.shape[dim] for meta, dim in sizes if meta is not None]
+            self._batch_size = found[0] if found else 1
+        return self._batch_size
 
     @property
     def trains(self) -> bool:
@@ -229,6 +270,13 @@ class Analysis:
             )
         return self._data[key]
 
+    def slowest_group(self, mesh: MeshShape, axis: str) -> tuple[int, ...]:
+        """:func:`~cost_models.base.slowest_group` of the cluster, found once."""
+        key = (mesh, axis)
+        if key not in self._groups:
+            self._groups[key] = slowest_group(self.cluster, mesh, axis)
+        return self._groups[key]
+
     def prices(self, sizes: tuple[int, int, int]) -> PriceList:
         """Prices with ``(mb, dp, tp)`` of these sizes."""
         if sizes not in self._prices:
@@ -238,7 +286,7 @@ class Analysis:
                 self.model,
                 tuple(a for a, _ in axes),
                 tuple(n for _, n in axes),
-                {a: slowest_group(self.cluster, mesh, a) for a, _ in axes if a != "mb"},
+                {a: self.slowest_group(mesh, a) for a, _ in axes if a != "mb"},
             )
         return self._prices[sizes]
 
@@ -263,14 +311,15 @@ class Analysis:
         return self._requests[key]
 
     def _structure(self, sizes: tuple[int, int, int]) -> SplitsStructure:
-        """Structures differ by which axes split, not by how far."""
-        key = (sizes[0] > 1, sizes[1] > 1)
+        """Structures differ by which splits there are over ``mb`` and ``dp``, not by how far."""
+        data = self.data(sizes[0], sizes[1])
+        key = (id(data.mb), id(data.dp))  # equal splits are one object
         if key not in self._structures:
             self._structures[key] = split_structure(
                 self.graph,
                 self.chain,
-                self.data(sizes[0], sizes[1]).choices,
-                has_mb=key[0],
+                data.choices,
+                has_mb=sizes[0] > 1,
                 fixed=self.fixed,
                 gather_outputs=self.gathered,
             )
@@ -293,7 +342,7 @@ class Analysis:
         return build_splits(request, self.prices(sizes))
 
 
-def _optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
+def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
     """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""
     probe = TensorMeta((PROBE_ELEMENTS,), "float32")
     add_s = model.op_time_s("aten.add.Tensor", (Ref("0"), Ref("1")), [probe, probe], probe)

@@ -59,23 +59,25 @@ class BlockTables:
         # operators that the gradients between blocks come from: the first half of a split backward
         self._sent_from = ancestors(analysis.graph, sent)
         self._bases: dict[object, _Base] = {}
+        self._homes: dict[int, Mapping[str, int]] = {}
 
     def table(
         self,
         sizes: tuple[int, int, int],
-        zero_level: int,
         problem: SplitsProblem,
         options: tuple[int, ...],
+        parameters: SplitsProblem | None = None,
     ) -> BlockTable:
         """Menus under a choice.
 
         Args:
-            sizes: Sizes of mb, dp, tp.
-            zero_level: Of all parameters.
-            problem: The splits problem of that mesh.
+            sizes: Sizes of mb, dp, tp of the mesh of ``problem``.
+            problem: The splits problem of that mesh, or of one with the same micro-batches.
             options: The choice.
+            parameters: The same problem with the parameters of the wanted mesh and ZeRO level;
+                ``problem`` if left out.
         """
-        structure = self._analysis.request(sizes, zero_level).structure
+        structure = self._analysis.request(sizes, 0).structure
         key = (sizes, options)
         if key not in self._bases:  # the level changes parameters only
             prices = self._analysis.prices(sizes)
@@ -85,7 +87,8 @@ class BlockTables:
             )  # fmt: skip
             self._bases[key] = made.build()
         base = self._bases[key]
-        costs = _parameter_costs(self._analysis, structure, problem, options, base.home)
+        home = self.home(structure)
+        costs = parameter_costs(self._analysis, structure, parameters or problem, options, home)
         known: dict[object, int] = {}
         menus = []
         for (kind, options_), cost in zip(base.menus, costs, strict=True):
@@ -96,11 +99,27 @@ class BlockTables:
                     options=options_,
                     state_bytes=cost.state_bytes,
                     step_s=cost.step_s,
+                    gather_s=cost.gather_s,
+                    reduce_s=cost.reduce_s,
                 )
             )
         return BlockTable(
             menus=tuple(menus), boundary_bytes=base.boundary_bytes, recompute=self._sets
         )
+
+    def home(self, structure: SplitsStructure) -> Mapping[str, int]:
+        """Input -> first block that reads it."""
+        key = id(structure)
+        if key not in self._homes:
+            running = {n for g in structure.groups if g.kind is GroupKind.NODE for n in g.members}
+            block_of, home = self._analysis.chain.block_of, dict[str, int]()
+            for node in self._analysis.graph.nodes:
+                if node.name in running:
+                    block = block_of[node.name]
+                    for ref in self._analysis.refs[node.name]:
+                        home[ref] = min(home.get(ref, block), block)
+            self._homes[key] = home
+        return self._homes[key]
 
 
 def _recompute_sets(analysis: Analysis, forward: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -130,12 +149,10 @@ class _Base:
     Attributes:
         menus: Per block its kind and options.
         boundary_bytes: As in the table.
-        home: Input -> first block that reads it.
     """
 
     menus: tuple[tuple[object, tuple[Option, ...]], ...]
     boundary_bytes: tuple[tuple[int, int], ...]
-    home: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -148,43 +165,87 @@ class _Seconds:
 
 
 @dataclass(slots=True)
-class _ParameterCost:
-    """What the parameters of one block cost per step and hold."""
+class ParameterCost:
+    """What the parameters of one block cost per step and hold.
 
-    step_s: float = 0.0
+    Attributes:
+        gather_s: Seconds of bringing them into the layout of their use.
+        reduce_s: Seconds of reducing their gradients.
+        update_s: Seconds of the optimizer.
+        other_s: Seconds of joining the gradients of tied ones.
+        state_bytes: Parameters, gradients and optimizer state.
+    """
+
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+    other_s: float = 0.0
     state_bytes: int = 0
 
+    @property
+    def step_s(self) -> float:
+        """Seconds per step."""
+        return self.gather_s + self.reduce_s + self.update_s + self.other_s
 
-def _parameter_costs(
+
+def parameter_costs(
     analysis: Analysis,
     structure: SplitsStructure,
     problem: SplitsProblem,
-    options: Sequence[int],
+    options: Sequence[int] | None,
     home: Mapping[str, int],
-) -> list[_ParameterCost]:
-    """State, gathering, gradient reduction: with the first block that reads the parameter."""
-    chosen = [v.options[at] for v, at in zip(problem.variables, options, strict=True)]
-    reduce_s: dict[int, float] = {}
+) -> list[ParameterCost]:
+    """State, gathering, gradient reduction: with the first block that reads the parameter.
+
+    Args:
+        analysis: Model and cluster.
+        structure: Groups of the problem.
+        problem: The problem.
+        options: The choice; the least that each part can be under any choice if None.
+        home: Input -> first block that reads it.
+    """
+    reduce_s = _reduce_seconds(problem, options)
+    wholes = {w: min(home.get(n, 0) for n in parts) for w, parts in structure.wholes.items()}
+    costs = [ParameterCost() for _ in analysis.chain.blocks]
+    for at, (variable, group) in enumerate(zip(problem.variables, structure.groups, strict=True)):
+        is_join = group.kind is GroupKind.JOIN
+        if not variable.is_once and not is_join:
+            continue
+        menu = variable.options if options is None else [variable.options[options[at]]]
+        update_s = min(o.update_s for o in menu)
+        rest_s = min(o.time_s - o.update_s for o in menu)
+        memory = min(o.memory_bytes for o in menu)
+        for name in variable.members:
+            place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
+            cost = costs[place]
+            cost.state_bytes += memory
+            cost.update_s += update_s
+            cost.reduce_s += reduce_s.get(at, 0.0)
+            if is_join:
+                cost.other_s += rest_s
+            else:
+                cost.gather_s += rest_s
+    return costs
+
+
+def _reduce_seconds(problem: SplitsProblem, options: Sequence[int] | None) -> dict[int, float]:
+    """Variable -> seconds per step of reducing the gradients of one member."""
+    found: dict[int, float] = {}
     for flow in problem.flows:
         for reader in flow.readers:
             if reader.when is not Pass.STEP:
                 continue
-            source = chosen[flow.variable].results[flow.result]
-            target = chosen[reader.variable].operands[reader.operand]
-            pair = (problem.seen(source, Pass.STEP), problem.seen(target, Pass.STEP))
-            time_s = flow.moves[pair].time_s * problem.weight(Pass.STEP)
-            reduce_s[reader.variable] = reduce_s.get(reader.variable, 0.0) + time_s
-    wholes = {w: min(home.get(n, 0) for n in parts) for w, parts in structure.wholes.items()}
-    costs = [_ParameterCost() for _ in analysis.chain.blocks]
-    pairs = zip(problem.variables, structure.groups, strict=True)
-    for at, (variable, group) in enumerate(pairs):
-        if not variable.is_once and group.kind is not GroupKind.JOIN:
-            continue
-        for name in variable.members:
-            place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
-            costs[place].state_bytes += chosen[at].memory_bytes
-            costs[place].step_s += chosen[at].time_s + reduce_s.get(at, 0.0)
-    return costs
+            if options is None:
+                time_s = min((move.time_s for move in flow.moves.values()), default=0.0)
+            else:
+                source = problem.variables[flow.variable].options[options[flow.variable]]
+                target = problem.variables[reader.variable].options[options[reader.variable]]
+                have, want = source.results[flow.result], target.operands[reader.operand]
+                pair = (problem.seen(have, Pass.STEP), problem.seen(want, Pass.STEP))
+                time_s = flow.moves[pair].time_s
+            time_s *= problem.weight(Pass.STEP)
+            found[reader.variable] = found.get(reader.variable, 0.0) + time_s
+    return found
 
 
 @dataclass(slots=True)
@@ -200,7 +261,6 @@ class _Table:
     node_s: dict[str, float] = field(default_factory=dict)
     first_need: dict[str, int] = field(default_factory=dict)
     forward: set[str] = field(default_factory=set)
-    home: dict[str, int] = field(default_factory=dict)
     sent_from: frozenset[str] = frozenset()
 
     def build(self) -> _Base:
@@ -229,7 +289,6 @@ class _Table:
                 (self._sum_bytes(ahead), self._sum_bytes(back))
                 for ahead, back in zip(chain.forward_cuts, chain.backward_cuts, strict=True)
             ),
-            home=self.home,
         )
 
     # -- seconds -------------------------------------------------------------------------------
@@ -250,9 +309,7 @@ class _Table:
             if node.name not in self.node_s:
                 continue
             when = Pass.BACKWARD if node.name in self.structure.backward else Pass.FORWARD
-            block = block_of[node.name]
             for operand, ref in enumerate(self.analysis.refs[node.name]):
-                self.home[ref] = min(self.home.get(ref, block), block)
                 self.node_s[node.name] += self._move_s(node, operand, ref, when, made)
             cost = seconds[block_of[node.name]]
             if when is Pass.BACKWARD:

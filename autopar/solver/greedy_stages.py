@@ -29,7 +29,7 @@ FIT_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class ExchangeStep:
     """A leaner way to run one block of a kind: ``bytes`` less for ``seconds`` more."""
 
     kind: int
@@ -63,7 +63,7 @@ class StageFiller:
         n = len(problem.blocks)
         self.kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
         self.menus = [next(b.options for b in problem.blocks if b.key == key) for key in kinds]
-        self.start, self.steps = _exchange_steps(self.menus)
+        self.start, self.steps = exchange_steps(self.menus)
         self.state = [0] * (n + 1)
         self.counts = [[0] * (n + 1) for _ in kinds]
         for i, block in enumerate(problem.blocks):
@@ -118,7 +118,7 @@ class StageFiller:
         starts, at = [], 0
         for stage in range(stages):
             spare = stages - stage - 1  # the later stages need a block each
-            low, high = at, n - spare
+            low, high = at, min(n - spare, at + self.problem.most_blocks)
             if self.time_s(at, high, stage)[0] <= slowest_s:
                 low = high
             while high - low > 1:
@@ -168,10 +168,10 @@ def _shares(problem: StageProblem, flights: Sequence[int], *, by_leanest: bool) 
     ]
 
 
-def _exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], list[_Step]]:
+def exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], list[ExchangeStep]]:
     """Per kind its fastest option, and the steps to leaner ones, cheapest per byte first."""
     start: list[int] = []
-    steps: list[tuple[float, _Step]] = []
+    steps: list[tuple[float, ExchangeStep]] = []
     for kind, menu in enumerate(menus):
         order = sorted(range(len(menu)), key=lambda o: (menu[o].total_s, menu[o].saved_bytes))
         at = order[0]
@@ -188,7 +188,7 @@ def _exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], lis
             ratio, o = best
             seconds = menu[o].total_s - menu[at].total_s
             less = menu[at].saved_bytes - menu[o].saved_bytes
-            steps.append((ratio, _Step(kind, at, o, seconds, less)))
+            steps.append((ratio, ExchangeStep(kind, at, o, seconds, less)))
             at = o
     steps.sort(key=lambda pair: (pair[0], pair[1].kind, pair[1].option))
     return start, [step for _, step in steps]

@@ -43,7 +43,7 @@ class PriceList:
     sizes: tuple[int, ...]
     groups: Mapping[str, Sequence[int]]
     _operators: dict[object, float | None] = field(default_factory=dict)
-    _moves: dict[tuple[TensorMeta, Layout, Layout, bool], float | None] = field(
+    _moves: dict[TensorMeta, dict[tuple[Layout, Layout, bool], float | None]] = field(
         default_factory=dict
     )
     _nodes: dict[object, float] = field(default_factory=dict)
@@ -114,10 +114,11 @@ class PriceList:
         """
         if have == want:
             return 0.0
-        key = (meta, have, want, in_bucket)
-        if key not in self._moves:
-            self._moves[key] = self._move(meta, have, want, in_bucket)
-        return self._moves[key]
+        known = self._moves.setdefault(meta, {})
+        key = (have, want, in_bucket)
+        if key not in known:
+            known[key] = self._move(meta, have, want, in_bucket)
+        return known[key]
 
     def _move(self, meta: TensorMeta, have: Layout, want: Layout, in_bucket: bool) -> float | None:
         if not is_reachable(have, want):

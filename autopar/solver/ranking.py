@@ -1,51 +1,58 @@
 """Prices of shapes: bounds, splits, stages. What the search loops over.
 
-The bound of a shape is a lower bound on its simulated step. Let ``a`` be the least seconds per
-micro-batch (forward and backward of the whole model on one rank's share), ``o`` the least seconds
-once per step, ``p`` the pipeline ranks, ``M`` the micro-batches:
+The bound of a shape is a lower bound on its simulated step, sharper with more effort:
 
-* one stage per rank: rank d works ``M t_d`` and idles at least ``sum_{s<d} t_s`` while the pipeline
-  fills and drains. The least over all cuts of the largest such sum is found block by block; with
-  work that divides freely it is ``a / (1 - (1 - 1/M)^p)``. Either way ``o / p`` comes on top;
-* one stage per rank, backwards that may be run in halves: rank d idles ``sum_{s<d} f_s`` while the
-  pipeline fills, and need not idle while it drains;
-* several stages per rank: ``max((M a + o) / p, a, M times the largest block)``, without the ``a``
-  if backwards are run in halves.
+0. every operator at its cheapest on the whole batch (cutting it never makes the work of a step
+   smaller), once-per-step work left out;
+1. the same with its own micro-batches, once-per-step work and memory, over all cuts and recomputing
+   (:mod:`autopar.solver.pipeline_bound`);
+2. the same with what its mixed-integer program adds: no choice of splits has less work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
+from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
-from autopar.solver.block_costs import BlockTable, BlockTables
+from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
+from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.schedule_choice import (
     ChosenOrder,
+    Together,
     alive_of,
     best_order,
+    deepest_warmup,
     flights,
     is_open_order,
+    least_flights,
     may_split_backward,
     plain_order,
 )
 from autopar.solver.splits import solve_splits
-from autopar.solver.splits_problem import Pass, SplitsProblem, SplitsSolution
+from autopar.solver.splits_build import with_parameters
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
+    BlockMenu,
     StageProblem,
     StageSolution,
     least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
-from cost_models.base import slowest_group
 
 Sizes = tuple[int, int, int]
-BISECTIONS = 30
+Pipeline = tuple[ScheduleKind, MeshShape, int]
+EFFORTS = 3
+HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
+LEAN = 1.02  # states within this of the least are as lean as can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,21 +115,6 @@ class Misfit:
         return needed_bytes(self.problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The least work of a mesh.
-
-    Attributes:
-        block_s: Seconds per micro-batch of every block.
-        once_s: Seconds per step of the parameters.
-        forward_s: The part of ``block_s`` that is forward.
-    """
-
-    block_s: tuple[float, ...]
-    once_s: float
-    forward_s: tuple[float, ...]
-
-
 @dataclass(slots=True)
 class Ranker:
     """Prices shapes and keeps what shapes share.
@@ -130,9 +122,10 @@ class Ranker:
     Attributes:
         analysis: Model and cluster.
         limit_bytes: Memory of a device.
-        num_split_solves: Mixed-integer programs solved so far.
+        num_split_solves: Mixed-integer programs solved for single shapes so far.
         num_stage_solves: Cut problems solved so far.
         num_columns: Columns of the largest mixed-integer program.
+        bodies: Work of micro-batches.
         tables: Menus of blocks.
     """
 
@@ -141,98 +134,226 @@ class Ranker:
     num_split_solves: int = 0
     num_stage_solves: int = 0
     num_columns: int = 0
+    bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
-    _splits: dict[tuple[int, int, int, int], SplitsSolution] = field(default_factory=dict)
+    _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
         default_factory=dict
     )
-    _least: dict[Sizes, Least] = field(default_factory=dict)
+    _parameters: dict[tuple[Sizes, int], SplitsProblem] = field(default_factory=dict)
+    _flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
+    _least_flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
+    _alive: dict[Pipeline, Together] = field(default_factory=dict)
+    _messages: dict[tuple[object, int], float] = field(default_factory=dict)
+    _uncut: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _least: dict[tuple[Sizes, int], list[ParameterCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        key = f"bodies, recompute={self.analysis.constraints.recompute!r}"  # decides what is saved
+        bodies = self.analysis.shared.setdefault(key, Bodies(self.analysis))
+        assert isinstance(bodies, Bodies)
+        self.bodies = bodies
         self.tables = BlockTables(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
-    def bound_s(self, shape: Shape) -> float:
-        """A lower bound of the simulated step; sharper once the splits have been solved."""
-        return self.bound_from(shape, shape)
+    def bound_s(self, shape: Shape, effort: int) -> float:
+        """A lower bound of the simulated step; infinite if the shape can't fit.
 
-    def bound_from(self, shape: Shape, other: Shape) -> float:
-        """A lower bound from the work of another shape with no more micro-batches.
+        Args:
+            shape: The shape.
+            effort: From 0 to ``EFFORTS - 1``.
 
-        Cutting the batch further never makes the work of a step smaller.
+        Raises:
+            ShardingError: The batch can't be cut so.
+            ConstraintError: A constraint leaves an operator without an option.
         """
-        least = self._least_seconds(other.sizes)
-        p, count = shape.mesh.pp, shape.num_microbatches
-        share = other.num_microbatches / count
-        blocks = [time_s * share for time_s in least.block_s]
-        total = sum(blocks)
-        key = (*shape.sizes, self.split_level(shape))
-        if key in self._splits and total > 0:
-            # once-per-step work depends on the ZeRO level: its most is taken off the splits' bound
-            rest_s = (self._splits[key].bound_s - self._most_once(key)) / count
-            total = max(total, rest_s)
-        splits = may_split_backward(shape.schedule, shape.mesh, self.analysis.constraints)
-        if shape.mesh.virtual > 1:
-            busy_s = max((count * total + least.once_s) / p, 0.0 if splits else total)
-            return max(busy_s, count * max(blocks))
-        if not splits:
-            fill_s = total / (1.0 - (1.0 - 1.0 / count) ** p)
-            return max(fill_s, _best_cut_s(blocks, blocks, p, count)) + least.once_s / p
-        fills = [time_s * share for time_s in least.forward_s]
-        # work beyond the least may be all backward: it fills no pipeline
-        busy_s = max(count * total / p, _best_cut_s(blocks, fills, p, count))
-        return busy_s + least.once_s / p
+        if effort == 0:
+            return self._quick_s(shape)
+        body = self.bodies.body(shape.sizes)
+        if effort > 1:
+            self.bodies.solved(body)
+        floor = body.floor if effort > 1 else NO_FLOOR
+        found = math.inf
+        for level in self._levels(shape):
+            bound = self._bound(shape, self._relaxed(shape, level, body), floor)
+            if bound.may_beat(found):
+                found = min(found, bound.least_s())
+        return found
 
-    def _most_once(self, key: tuple[int, int, int, int]) -> float:
-        """The most that parameters can cost once per step."""
-        problem = self.analysis.problem(key[:3], key[3])
-        total_s = sum(
-            len(v.members) * max(o.time_s for o in v.options)
-            for v in problem.variables
-            if v.is_once
+    def _bound(self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR) -> PipelineBound:
+        """Bounds of a chain in every order that the shape may get."""
+        wish, mesh, count = self.analysis.constraints, shape.mesh, shape.num_microbatches
+        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
+        if key not in self._least_flights:
+            found = least_flights(shape.schedule, mesh, count, shape.warmup, wish)
+            self._least_flights[key] = found
+        return PipelineBound(
+            replace(problem, in_flight=self._least_flights[key]),
+            floor,
+            splits=may_split_backward(shape.schedule, mesh, wish),
+            depths=deepest_warmup(shape.schedule, mesh, shape.warmup, wish),
         )
-        for flow in problem.flows:
-            if any(reader.when is Pass.STEP for reader in flow.readers):
-                total_s += flow.count * max((m.time_s for m in flow.moves.values()), default=0.0)
-        return total_s
 
-    def _least_seconds(self, sizes: Sizes) -> Least:
-        """Every operator at its cheapest, reshards free."""
-        if sizes not in self._least:
-            problem = self.analysis.problem(sizes, 1 if sizes[1] > 1 else 0)
-            block_of = self.analysis.chain.block_of
-            block_s = [0.0] * len(self.analysis.chain.blocks)
-            forward_s = [0.0] * len(block_s)
-            backward = {n for b in self.analysis.chain.blocks for n in b.backward}
-            once_s = 0.0
-            for variable in problem.variables:
-                least = min(o.time_s for o in variable.options)
-                if variable.is_once:
-                    once_s += len(variable.members) * least
-                    continue
-                for name in variable.members if least else ():
-                    block_s[block_of.get(name, 0)] += least / sizes[0]
-                    if name not in backward:
-                        forward_s[block_of.get(name, 0)] += least / sizes[0]
-            self._least[sizes] = Least(tuple(block_s), once_s, tuple(forward_s))
-        return self._least[sizes]
+    def _quick_s(self, shape: Shape) -> float:
+        mesh, count = shape.mesh, shape.num_microbatches
+        if mesh.tp not in self._uncut:
+            menus = self.bodies.body((1, 1, mesh.tp)).least
+            times = [menu.options[0].total_s for menu in menus]
+            self._uncut[mesh.tp] = (sum(times), max(times))
+        total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[mesh.tp])
+        if may_split_backward(shape.schedule, mesh, self.analysis.constraints):
+            return max(count * total / mesh.pp, count * largest)
+        if mesh.virtual > 1:
+            return max(count * total / mesh.pp, total, count * largest)
+        return total / (1.0 - (1.0 - 1.0 / count) ** mesh.pp)
+
+    def _relaxed(self, shape: Shape, level: int, body: Body) -> StageProblem:
+        """The cut problem of a shape with the least that any splits can give."""
+        place = (shape.sizes, level)
+        if place not in self._least:
+            problem = self.parameters(shape.sizes, level, body)
+            home = self.tables.home(body.structure)
+            costs = parameter_costs(self.analysis, body.structure, problem, None, home)
+            self._least[place] = costs
+        costs = self._least[place]
+        menus: list[BlockMenu] = []
+        known: dict[object, str] = {}
+        for menu, cost in zip(body.least, costs, strict=True):
+            key = (menu.key, cost.state_bytes, cost.step_s)
+            menus.append(
+                BlockMenu(
+                    key=known.setdefault(key, str(len(known))),
+                    options=menu.options,
+                    state_bytes=cost.state_bytes,
+                    step_s=cost.step_s,
+                    gather_s=cost.gather_s,
+                    reduce_s=cost.reduce_s,
+                )
+            )
+        least = self.bodies.saved(body.structure).boundary_bytes(
+            body.problem, self.analysis.prices(body.sizes)
+        )
+        return self._stage_problem(shape, tuple(menus), least, self.limit_bytes)
+
+    def least_bytes(self, shape: Shape) -> int:
+        """Bytes that the fullest device needs, at least."""
+        body = self.bodies.body(shape.sizes)
+        return min(
+            least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
+        )
+
+    def model_bound_s(self, ranked: Ranked) -> float:
+        """A lower bound of the estimate of a shape under the splits that were chosen."""
+        return self._bound(ranked.shape, ranked.stage_problem).least_s()
 
     # -- choices -------------------------------------------------------------------------------
-    def split_level(self, shape: Shape) -> int:
-        """ZeRO level under which the splits of a shape are chosen."""
-        if self.analysis.constraints.zero is not None:
-            return self.analysis.constraints.zero
-        return 1 if shape.mesh.dp > 1 and self.analysis.trains else 0
+    def parameters(self, sizes: Sizes, level: int, body: Body) -> SplitsProblem:
+        """The problem of a body with the parameters of a mesh and a ZeRO level."""
+        key = (sizes, level)
+        if key not in self._parameters:
+            request = self.analysis.request(sizes, level)
+            made = with_parameters(body.problem, request, self.analysis.prices(sizes))
+            self._parameters[key] = made
+        return self._parameters[key]
 
-    def splits(self, sizes: Sizes, level: int) -> SplitsSolution:
-        """The splits of one mesh, found once."""
-        key = (*sizes, level)
+    def rank(
+        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
+    ) -> Ranked | Misfit:
+        """A good choice for a shape: splits of its body, greedy cuts.
+
+        Args:
+            shape: The shape.
+            limit_bytes: Memory of a device, if it is to be tighter than the real one.
+            best_s: Seconds of a plan that is known: slower levels need no better splits.
+        """
+        limit = limit_bytes or self.limit_bytes
+        body = self.bodies.body(shape.sizes)
+        chosen = self.bodies.solved(body)
+        best: Ranked | None = None
+        misfits: list[Misfit] = []
+        is_roomy = False
+        for level in self._levels(shape):
+            if is_roomy and level >= 2:
+                break  # memory does not bind: leaner levels only cost time
+            parameters = self.parameters(shape.sizes, level, body)
+            table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+            found = self._cut(shape, level, limit, table, parameters, chosen)
+            if isinstance(found, Misfit):
+                misfits.append(found)
+                continue
+            if best is None or found.estimate_s < best.estimate_s:
+                best = found
+            is_roomy |= set(found.recompute_words) == {"none"}
+        if best is not None:
+            return best
+        for misfit in misfits:
+            found = self._leaner(misfit, body, limit, best_s)
+            if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
+                best = found
+        return best or min(misfits, key=lambda m: m.least_bytes)
+
+    def _levels(self, shape: Shape) -> tuple[int, ...]:
+        """ZeRO levels to try, fastest first."""
+        if self.analysis.constraints.zero is not None:
+            return (self.analysis.constraints.zero,)
+        if not self.analysis.trains:  # there is only the parameters' own memory to spread
+            return (0, 3) if shape.mesh.dp > 1 else (0,)
+        return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
+
+    def _leaner(
+        self, misfit: Misfit, body: Body, limit_bytes: int, best_s: float
+    ) -> Ranked | Misfit:
+        """Splits under a bound of the states: what the fastest ones take is too much."""
+        shape, level = misfit.shape, misfit.zero_level
+        if shape.mesh.tp == 1 or not self.analysis.graph.inputs:
+            return misfit
+        relaxed = replace(self._relaxed(shape, level, body), limit_bytes=limit_bytes)
+        states, least = (
+            sum(b.state_bytes for b in problem.blocks) for problem in (misfit.problem, relaxed)
+        )
+        if states <= LEAN * least:
+            return misfit  # no splits have smaller states
+        bound = self._bound(shape, relaxed, body.floor)
+        if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
+            return misfit
+        key = (shape.sizes, level, shape.mesh.pp)
+        if key not in self._bounded:
+            self._bounded[key] = None
+            # half of the memory is left to what blocks save; stages share the rest evenly
+            room = limit_bytes // 2 * shape.mesh.pp
+            problem = self.analysis.bounded_problem(
+                shape.sizes, level, in_flight=0.0, limit_bytes=room
+            )
+            try:
+                self.num_split_solves += 1
+                self._bounded[key] = (problem, solve_splits(problem))
+            except InfeasibleError:
+                pass
+        leaner = self._bounded[key]
+        if leaner is None:
+            return misfit
+        problem, chosen = leaner
+        table = self.tables.table(shape.sizes, problem, chosen.options)
+        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+
+    def polish(self, ranked: Ranked) -> Ranked:
+        """The same shape and level with the best splits for just this mesh, if they are better."""
+        shape, level = ranked.shape, ranked.zero_level
+        problem = self.analysis.problem(shape.sizes, level)
+        key = (shape.sizes, level)
         if key not in self._splits:
+            start = self.bodies.solved(self.bodies.body(shape.sizes)).options
+            menus = zip(problem.variables, ranked.problem.variables, strict=True)
+            is_alike = all(len(a.options) == len(b.options) for a, b in menus)
             self.num_split_solves += 1
-            found = solve_splits(self.analysis.problem(sizes, level))
+            found = solve_splits(problem, start=start if is_alike else None)
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
-        return self._splits[key]
+        chosen = self._splits[key]
+        table = self.tables.table(shape.sizes, problem, chosen.options)
+        limit = ranked.stage_problem.limit_bytes
+        better = self._cut(shape, level, limit, table, problem, chosen)
+        return ranked if isinstance(better, Misfit) else better
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with cuts by CP-SAT under a limit.
@@ -248,87 +369,16 @@ class Ranker:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
 
-    def rank(self, shape: Shape, *, limit_bytes: int = 0) -> Ranked | Misfit:
-        """A good choice for a shape: cuts are greedy.
-
-        Args:
-            shape: The shape.
-            limit_bytes: Memory of a device, if it is to be tighter than the real one.
-        """
-        limit = limit_bytes or self.limit_bytes
-        best: Ranked | None = None
-        least: Misfit | None = None
-        for level in self._levels(shape):
-            found = self._at_level(shape, level, limit)
-            if isinstance(found, Misfit):
-                if least is None or found.least_bytes < least.least_bytes:
-                    least = found
-                continue
-            if best is None or found.estimate_s < best.estimate_s:
-                best = found
-            if set(found.recompute_words) == {"none"}:
-                break  # memory does not bind: leaner levels only cost time
-        if best is not None:
-            return best
-        assert least is not None
-        return least
-
-    def _levels(self, shape: Shape) -> tuple[int, ...]:
-        """ZeRO levels to try, fastest first."""
-        if self.analysis.constraints.zero is not None:
-            return (self.analysis.constraints.zero,)
-        if not self.analysis.trains:  # there is only the parameters' own memory to spread
-            return (0, 3) if shape.mesh.dp > 1 else (0,)
-        return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
-
-    def at_other_level(self, ranked: Ranked) -> Ranked | Misfit | None:
-        """Level 0 beside level 1: which is faster depends on sizes; None if there is no choice."""
-        if self.analysis.constraints.zero is not None or ranked.zero_level != 1:
-            return None
-        return self._at_level(ranked.shape, 0, ranked.stage_problem.limit_bytes)
-
-    def _at_level(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
-        chosen = self.splits(shape.sizes, self.split_level(shape))
-        problem = self.analysis.problem(shape.sizes, level)
-        found = self._with_splits(shape, level, limit_bytes, problem, chosen)
-        if not isinstance(found, Misfit) or len(self.analysis.graph.inputs) == 0:
-            return found
-        leaner = self._leaner_splits(shape, level, limit_bytes)
-        if leaner is None:
-            return found
-        return self._with_splits(shape, level, limit_bytes, *leaner)
-
-    def _leaner_splits(
-        self, shape: Shape, level: int, limit_bytes: int
-    ) -> tuple[SplitsProblem, SplitsSolution] | None:
-        """Splits under a bound of the states: what the fastest ones take is too much."""
-        if shape.mesh.tp == 1:
-            return None
-        key = (shape.sizes, level, shape.mesh.pp)
-        if key not in self._bounded:
-            self._bounded[key] = None
-            # half of the memory is left to what blocks save; stages share the rest evenly
-            bound = limit_bytes // 2 * shape.mesh.pp
-            problem = self.analysis.bounded_problem(
-                shape.sizes, level, in_flight=0.0, limit_bytes=bound
-            )
-            try:
-                self.num_split_solves += 1
-                self._bounded[key] = (problem, solve_splits(problem))
-            except InfeasibleError:
-                pass
-        return self._bounded[key]
-
-    def _with_splits(
+    def _cut(
         self,
         shape: Shape,
         level: int,
         limit_bytes: int,
+        table: BlockTable,
         problem: SplitsProblem,
         chosen: SplitsSolution,
     ) -> Ranked | Misfit:
-        table = self.tables.table(shape.sizes, level, problem, chosen.options)
-        stage_problem = self.stage_problem(shape, table, limit_bytes)
+        stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
@@ -349,7 +399,7 @@ class Ranker:
         shape = ranked.shape
         found = best_order(
             shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
-            self.analysis.constraints,
+            self.analysis.constraints, zero_level=ranked.zero_level,
         )  # fmt: skip
         return _in_order(ranked, found)
 
@@ -358,35 +408,68 @@ class Ranker:
         shape = ranked.shape
         if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             return None
-        found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
+        found = plain_order(
+            shape.mesh, ranked.stage_problem, ranked.stages, zero_level=ranked.zero_level
+        )
         plain = _in_order(ranked, found)
         return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
-    def stage_problem(self, shape: Shape, table: BlockTable, limit_bytes: int) -> StageProblem:
+    def _stage_problem(
+        self,
+        shape: Shape,
+        menus: tuple[BlockMenu, ...],
+        boundary_bytes: tuple[tuple[int, int], ...],
+        limit_bytes: int,
+    ) -> StageProblem:
         """The cut problem of a shape under given splits."""
         mesh, count = shape.mesh, shape.num_microbatches
-        boundary_s = (0.0,) * len(table.boundary_bytes)
+        boundary_s = (0.0,) * len(boundary_bytes)
         if mesh.pp > 1:
-            ends = slowest_group(self.analysis.cluster, mesh, "pp")
-            model = self.analysis.model
             boundary_s = tuple(
-                sum(model.collective_time_s("p2p", b, ends) for b in pair) / 2
-                for pair in table.boundary_bytes
+                sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
             )
         return StageProblem(
-            blocks=table.menus,
+            blocks=menus,
             boundary_s=boundary_s,
             pp=mesh.pp,
             virtual=mesh.virtual,
             num_microbatches=count,
             schedule=shape.schedule,
-            in_flight=flights(shape.schedule, mesh, count, shape.warmup),
+            in_flight=self._in_flight(shape),
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
             placement=mesh.placement,
-            together=alive_of(shape.schedule, mesh, count, shape.warmup),
+            together=self._together(shape),
         )
+
+    def _together(self, shape: Shape) -> Together:
+        """What is alive at once in the stages of a rank."""
+        mesh, count = shape.mesh, shape.num_microbatches
+        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
+        if key not in self._alive:
+            self._alive[key] = alive_of(shape.schedule, mesh, count, shape.warmup)
+        return self._alive[key]
+
+    def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
+        ends = self.analysis.slowest_group(mesh, "pp")
+        key = (ends, num_bytes)
+        if key not in self._messages:
+            model = self.analysis.model
+            self._messages[key] = model.collective_time_s("p2p", num_bytes, ends)
+        return self._messages[key]
+
+    def _in_flight(self, shape: Shape) -> tuple[int, ...]:
+        """Most micro-batches alive at once, per stage."""
+        mesh, count, kind = shape.mesh, shape.num_microbatches, shape.schedule
+        if shape.warmup is not None:
+            return flights(kind, mesh, count, shape.warmup)
+        if kind is ScheduleKind.ONE_F_ONE_B and mesh.virtual == 1:
+            return tuple(min(count, mesh.pp - s) for s in range(mesh.pp))
+        key = (kind, replace(mesh, dp=1, tp=1), count)
+        if key not in self._flights:
+            self._flights[key] = flights(kind, mesh, count)
+        return self._flights[key]
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:
         if problem.fixed_starts is not None:
@@ -418,23 +501,14 @@ def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
     )
 
 
-def _best_cut_s(blocks: Sequence[float], fills: Sequence[float], stages: int, count: int) -> float:
-    """Least over all cuts of the largest ``M t_s + sum of fills before s``, from below.
+def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
+    """The shapes that people set up by hand: powers of two over tensors, small micro-batches.
 
-    A stage takes as many blocks as a limit allows: for a given limit that is the best it can do.
+    Args:
+        shapes: The declared space.
+        batch: Samples of a step.
     """
-    low, high = count * max(blocks, default=0.0), count * sum(blocks)
-    if stages == 1:
-        return high
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        done, used, at = 0.0, 0.0, 0
-        for _ in range(stages):
-            used = filled = 0.0
-            while at < len(blocks) and count * (used + blocks[at]) + done <= middle:
-                used += blocks[at]
-                filled += fills[at]
-                at += 1
-            done += filled
-        low, high = (low, middle) if at == len(blocks) else (middle, high)
-    return low
+    for shape in shapes:
+        tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
+        if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
+            yield shape

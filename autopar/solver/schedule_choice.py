@@ -17,14 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.actions import ActionKind
+from autopar.plan.orders import order_of, plain_warmup, receives_ahead
 from autopar.plan.schedule import Alive, Order, action_lists, alive_together, in_flight
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
 from cost_models.simulate import StageSeconds, simulate
 
+Together: TypeAlias = tuple[tuple[Mapping[int, Alive], ...], ...]
+"""By rank, moments: stage -> what is alive in it."""
+
+STEADY_ROUNDS = 3  # rounds of micro-batches through the pipeline after which a step is periodic
 LEAST_GAIN = 1e-6
 """Share of a step by which another order must be faster than plain 1F1B."""
 
@@ -58,7 +64,7 @@ def flights(
 
 def alive_of(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
-) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+) -> Together:
     """What is alive at once in the stages of a rank.
 
     Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
@@ -66,9 +72,7 @@ def alive_of(
     return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
 
 
-def _alive_of(
-    schedule: ScheduleKind, mesh: MeshShape, order: Order
-) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+def _alive_of(schedule: ScheduleKind, mesh: MeshShape, order: Order) -> Together:
     if mesh.virtual == 1 and not schedule.splits_backward:
         return ()
     return alive_together(order)
@@ -92,6 +96,40 @@ def may_split_backward(schedule: ScheduleKind, mesh: MeshShape, wish: Constraint
     return schedule.splits_backward or is_open_order(schedule, mesh, wish)
 
 
+def least_flights(
+    schedule: ScheduleKind,
+    mesh: MeshShape,
+    count: int,
+    warmup: tuple[int, ...] | None,
+    wish: Constraints,
+) -> tuple[int, ...]:
+    """Micro-batches before their backward that a stage has at once, in any order it may get.
+
+    What is held between the halves of a backward comes on top, and is left out.
+    """
+    if is_open_order(schedule, mesh, wish):
+        return tuple(min(count, depth) for depth in plain_warmup(mesh.pp))
+    if not schedule.splits_backward:
+        return flights(schedule, mesh, count, warmup)
+    found = [0] * mesh.num_stages
+    for moments in alive_together(order_of(schedule, mesh, count)):
+        for moment in moments:
+            for stage, alive in moment.items():
+                found[stage] = max(found[stage], alive.before)
+    return tuple(found)
+
+
+def deepest_warmup(
+    schedule: ScheduleKind, mesh: MeshShape, warmup: tuple[int, ...] | None, wish: Constraints
+) -> tuple[int, ...]:
+    """Most forwards before the first backward, by rank, in any order of 1F1B that it may get."""
+    if warmup is not None:
+        return warmup
+    plain = plain_warmup(mesh.pp)
+    is_open = is_open_order(schedule, mesh, wish)
+    return tuple(2 * depth - 1 for depth in plain) if is_open else plain
+
+
 def best_order(
     schedule: ScheduleKind,
     warmup: tuple[int, ...] | None,
@@ -99,6 +137,8 @@ def best_order(
     problem: StageProblem,
     stages: StageSolution,
     wish: Constraints,
+    *,
+    zero_level: int = 0,
 ) -> ChosenOrder:
     """The fastest order that fits, for given cuts; the shape's own if no other is better.
 
@@ -109,14 +149,15 @@ def best_order(
         problem: The cut problem.
         stages: Its cuts and options.
         wish: What the user fixed.
+        zero_level: Of all parameters.
     """
-    own = _tried(schedule, warmup, mesh, problem, stages)
+    own = _tried(schedule, warmup, mesh, problem, stages, zero_level)
     if not is_open_order(schedule, mesh, wish):
         return own
-    best = plain = plain_order(mesh, problem, stages)
+    best = plain = plain_order(mesh, problem, stages, zero_level=zero_level)
     limit_s = plain.time_s * (1 - LEAST_GAIN)
     for kind, depths in _others(mesh, plain, stages, wish):
-        found = _tried(kind, depths, mesh, problem, stages)
+        found = _tried(kind, depths, mesh, problem, stages, zero_level)
         fits = max(found.memory_bytes) <= problem.limit_bytes
         if fits and found.time_s < min(limit_s, best.time_s):
             best = found
@@ -125,9 +166,11 @@ def best_order(
     return best
 
 
-def plain_order(mesh: MeshShape, problem: StageProblem, stages: StageSolution) -> ChosenOrder:
+def plain_order(
+    mesh: MeshShape, problem: StageProblem, stages: StageSolution, *, zero_level: int = 0
+) -> ChosenOrder:
     """Plain 1F1B of given cuts."""
-    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages)
+    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages, zero_level)
 
 
 def _others(
@@ -172,6 +215,7 @@ def _tried(
     mesh: MeshShape,
     problem: StageProblem,
     stages: StageSolution,
+    zero_level: int,
 ) -> ChosenOrder:
     order = order_of(kind, mesh, problem.num_microbatches, warmup)
     alive = tuple(in_flight(order, stage) for stage in range(mesh.num_stages))
@@ -182,37 +226,83 @@ def _tried(
         warmup=warmup,
         problem=tried,
         memory_bytes=memory_bytes(tried, stages.starts, stages.options),
-        time_s=simulated_s(order, mesh, tried, stages, ahead=receives_ahead(warmup)),
+        time_s=simulated_s(mesh, tried, stages, warmup=warmup, zero_level=zero_level),
     )
 
 
 def simulated_s(
-    order: Order, mesh: MeshShape, problem: StageProblem, solution: StageSolution, *, ahead: int = 0
+    mesh: MeshShape,
+    problem: StageProblem,
+    solution: StageSolution,
+    *,
+    warmup: tuple[int, ...] | None = None,
+    zero_level: int = 0,
 ) -> float:
-    """Simulated seconds of a step from the menus' figures; once-per-step work is added last."""
+    """Simulated seconds of a step from the menus' figures.
+
+    A step of many micro-batches is periodic after some rounds; what follows is added, not run.
+
+    Args:
+        mesh: The pipeline.
+        problem: Its cut problem, with the order's kind.
+        solution: Its cuts and options.
+        warmup: Depths of 1F1B, where they are not the plain ones.
+        zero_level: Of all parameters.
+    """
+    count, round_ = problem.num_microbatches, mesh.pp
+    is_deep = warmup is not None or problem.schedule.splits_backward
+    enough = (STEADY_ROUNDS + (mesh.virtual > 1) + 2 * is_deep) * round_ + count % round_
+    if count <= enough + 2 * round_:
+        return _simulated_s(mesh, problem, solution, warmup, zero_level, count)
+    first_s, second_s = (
+        _simulated_s(mesh, problem, solution, warmup, zero_level, n)
+        for n in (enough, enough + round_)
+    )
+    return first_s + (count - enough) / round_ * (second_s - first_s)
+
+
+def _simulated_s(
+    mesh: MeshShape,
+    problem: StageProblem,
+    solution: StageSolution,
+    warmup: tuple[int, ...] | None,
+    zero_level: int,
+    count: int,
+) -> float:
     runs = bounds(solution.starts, len(problem.blocks))
     chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
+    reduces = problem.num_microbatches if zero_level >= 2 else 1
     seconds = []
     for stage, (low, high) in enumerate(runs):
         backward_s = sum(o.backward_s for o in chosen[low:high])
         # nothing waits for the first stage's backward: all of it is the half of the weights
         weight_s = backward_s if stage == 0 else sum(o.weight_s for o in chosen[low:high])
+        blocks = problem.blocks[low:high]
         seconds.append(
             StageSeconds(
                 forward_s=sum(o.forward_s for o in chosen[low:high]),
                 backward_s=backward_s,
                 weight_s=min(weight_s, backward_s),
+                once_s={
+                    ActionKind.UNSHARD: sum(b.gather_s for b in blocks),
+                    ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in blocks) / reduces,
+                },
             )
         )
-    step = [sum(b.step_s for b in problem.blocks[low:high]) for low, high in runs]
-    forwards = [(s - 1, s) for s in range(1, mesh.num_stages)]
-    backwards = [(s, s - 1) for s in range(1, mesh.num_stages)]
+    update = [sum(b.update_s for b in problem.blocks[low:high]) for low, high in runs]
+    order = order_of(problem.schedule, mesh, count, warmup)
+    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
+    trains = problem.schedule is not ScheduleKind.FORWARD
     lists = action_lists(
-        order, mesh, forward_edges=forwards, backward_edges=backwards, prefetch=ahead
+        order,
+        mesh,
+        forward_edges=ahead,
+        backward_edges=[(t, s) for s, t in ahead] if trains else (),
+        zero_levels=(zero_level,) * mesh.num_stages,
+        prefetch=receives_ahead(warmup),
     )
     links = {}
-    ways = 1 if problem.schedule is not ScheduleKind.FORWARD else 2  # a message: the mean of both
-    for s, start in enumerate(solution.starts, 1):
-        links[s - 1, s] = links[s, s - 1] = ways * problem.boundary_s[start - 1]
+    for s, start in enumerate(solution.starts, 1):  # a message: the mean of both ways
+        links[s - 1, s] = links[s, s - 1] = (1 if trains else 2) * problem.boundary_s[start - 1]
     run = simulate(lists, seconds, p2p_s=links)
-    return run.makespan_s + max(sum(step[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+    return run.makespan_s + max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))

@@ -1,20 +1,17 @@
 """From a graph and a cluster to a plan: the search over all shapes.
 
-Shapes are taken in the order of their lower bounds. Each gets splits (mixed-integer program), cuts
-and recompute (greedy first), and a surrogate time; the search ends when the least bound left is no
-better than the best surrogate. The best few are cut again by CP-SAT, then localized, priced program
-by program and simulated: that decides. A plan whose exact memory exceeds the limit is cut again
-under a tighter one, then dropped.
-
-The bound of the plan is the least lower bound over *all* shapes, those never opened included.
+:mod:`autopar.solver.master` has the order of things; here is what it searches. A shape's bound and
+estimate are of :mod:`autopar.solver.ranking`. Judging localizes a plan, prices it program by
+program and simulates it. A plan whose exact memory exceeds the limit is cut again under a tighter
+one, then dropped.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import monotonic
 
 from autopar.cluster import Cluster
@@ -29,7 +26,8 @@ from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
-from autopar.solver.ranking import Misfit, Ranked, Ranker
+from autopar.solver.master import Master
+from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker, grid
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
@@ -39,13 +37,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-MAX_RANKED = 96  # work limit: shapes that get splits and cuts
-MIN_RANKED = 4  # so that there are runners-up, and an estimate that flatters is found out
-NUM_FINAL = 6  # shapes that are cut by CP-SAT
-NUM_EXACT = 3  # shapes that are localized and simulated
 TIGHTEN_TRIES = 3
+NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
-SLACK = 1e-9
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
 
 
@@ -83,6 +77,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
     cost_model: CostModel,
     progress: Progress | None = None,
     time_limit_s: float | None = None,
+    analysis: Analysis | None = None,
+    gives_remedy: bool = True,
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -96,6 +92,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
         cost_model: Prices.
         progress: Called with a line of text now and then.
         time_limit_s: Wall-clock guard; a search that it stops says so.
+        analysis: Of the same graph, cluster, prices, constraints and optimizer, made before.
+        gives_remedy: Whether a refusal looks for the memory that would be enough.
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
@@ -111,6 +109,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
         model=cost_model,
         progress=progress or _silent,
         time_limit_s=time_limit_s,
+        analysis=analysis,
+        gives_remedy=gives_remedy,
     ).run()
 
 
@@ -129,47 +129,55 @@ class _Search:
     model: CostModel
     progress: Progress
     time_limit_s: float | None
+    analysis: Analysis | None = None
     gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
     ranked: list[Ranked] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    queue: list[tuple[float, int, bool, Shape]] = field(default_factory=list)
-    opened_s: list[float] = field(default_factory=list)
+    _analysis: Analysis = field(init=False)
+    _ranker: Ranker = field(init=False)
+    _leanest: dict[tuple[object, ...], Shape] = field(init=False)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
     def run(self) -> tuple[Plan, SearchStats]:
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
-        analysis = Analysis(self.graph, self.cluster, self.model, self.constraints, self.optimizer)
+        analysis = self.analysis or Analysis(
+            self.graph, self.cluster, self.model, self.constraints, self.optimizer
+        )
+        self._analysis = analysis
+        space = shapes(analysis)
+        self.stats.num_shapes = len(space)
         self._phase("analysis")
-        self.progress(f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds")
-        ranker = Ranker(analysis, self.limit_bytes)
-        self._fill_queue(shapes(analysis), ranker)
-        outcomes: list[Outcome] = []
-        while not any(o.fits for o in outcomes):
-            fresh = self._rank_more(ranker)
-            self._phase("ranking")
-            if not fresh:
-                break
-            outcomes += self._decide(analysis, ranker, fresh)
-            self._phase("exact")
-        self.stats.num_split_solves = ranker.num_split_solves
+        self.progress(
+            f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds, "
+            f"{len(space)} shapes"
+        )
+        self._ranker = ranker = Ranker(analysis, self.limit_bytes)
+        self._leanest = {}
+        for shape in space:  # the most micro-batches of each mesh come last
+            self._leanest[_mesh_key(shape)] = shape
+        by_hand = set(grid(space, analysis.batch_size))
+        master: Master[Shape, Ranked, Outcome] = Master(self)
+        winner = master.run(
+            [s for s in space if s in by_hand], [s for s in space if s not in by_hand]
+        )
+        self._phase("ranking")
+        self.stats.stopped_by = master.stopped_by
+        self.stats.num_split_solves = ranker.num_split_solves + ranker.bodies.num_solves
         self.stats.num_stage_solves = ranker.num_stage_solves
-        self.stats.num_columns = ranker.num_columns
-        fitting = [o for o in outcomes if o.fits]
-        winner = min(fitting, key=lambda o: _rank_key(o.figures.step_s, o.ranked), default=None)
+        self.stats.num_columns = max(ranker.num_columns, ranker.bodies.num_columns)
         if winner is None:
-            if not self.gives_remedy:
-                raise InfeasibleError("no plan fits")
-            raise self._infeasible(outcomes)
+            raise self._infeasible(master.verdicts)
         self.ranked.sort(key=_preference)
         field_ = Field(
-            outcomes=outcomes,
+            outcomes=master.verdicts,
             ranked=self.ranked,
             misfits=self.misfits,
             limit_bytes=self.limit_bytes,
-            bound_s=self._bound_s(),
+            bound_s=master.bound_s,
+            model_gap=master.model_gap,
             stopped_by=self.stats.stopped_by,
         )
         plan = assemble_plan(analysis, winner, field_, model_hash=self.model_hash)
@@ -181,96 +189,62 @@ class _Search:
         self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now_s - self._mark_s
         self._mark_s = now_s
 
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
+        """Whether the wall-clock guard has run out."""
         return self.time_limit_s is not None and monotonic() - self._begin_s > self.time_limit_s
 
-    # -- ranking -------------------------------------------------------------------------------
-    def _fill_queue(self, candidates: tuple[Shape, ...], ranker: Ranker) -> None:
-        """Bounds of all shapes: from the fewest micro-batches of each mesh, which come first."""
-        self.stats.num_shapes = len(candidates)
-        first: dict[tuple[object, ...], Shape] = {}
-        for index, shape in enumerate(candidates):
-            base = first.setdefault((shape.mesh, shape.schedule), shape)
-            bound_s = self._sharpened(shape, base, ranker)
-            if bound_s is not None:
-                heapq.heappush(self.queue, (bound_s, index, base is shape, shape))
-
-    def _sharpened(self, shape: Shape, base: Shape, ranker: Ranker) -> float | None:
-        """A bound of a shape, or None if the shape is not possible."""
+    # -- what the master asks ------------------------------------------------------------------
+    def bound_s(self, shape: Shape, effort: int) -> float:
+        """A lower bound of a shape; infinite if it is not possible."""
         try:
-            return ranker.bound_from(shape, base)
-        except (ShardingError, ConstraintError) as error:
+            return self._ranker.bound_s(shape, effort)
+        except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
-            return None
+            return inf
 
-    def _rank_more(self, ranker: Ranker) -> list[Ranked]:
-        """Rank shapes, best bound first, until none left can be better than the best of them."""
-        fresh: list[Ranked] = []
-        best_s = float("inf")
-        num_seen = 0
-        while self.queue:
-            bound_s, index, is_sharp, shape = self.queue[0]
-            if bound_s > best_s * (1 + SLACK) and num_seen >= MIN_RANKED:
-                break
-            if self.stats.num_ranked >= MAX_RANKED or (self.ranked and self._is_late()):
-                self.stats.stopped_by = "time" if self._is_late() else "work"
-                break
-            heapq.heappop(self.queue)
-            if not is_sharp:
-                sharp_s = self._sharpened(shape, shape, ranker)
-                if sharp_s is not None:
-                    heapq.heappush(self.queue, (max(bound_s, sharp_s), index, True, shape))
-                continue
-            num_seen += 1
-            found = self._rank(shape, ranker)
-            if isinstance(found, Ranked):
-                fresh.append(found)
-                best_s = min(best_s, found.estimate_s)
-                self.opened_s.append(max(bound_s, ranker.bound_s(shape)))
-        return fresh
-
-    def _bound_s(self) -> float:
-        """The least bound of all shapes that may fit, those never opened included."""
-        waiting = [entry[0] for entry in self.queue[:1]]
-        return min([*self.opened_s, *waiting], default=0.0)
-
-    def _rank(self, shape: Shape, ranker: Ranker) -> Ranked | Misfit | None:
+    def open(self, shape: Shape, best_s: float) -> Ranked | None:
+        """A good choice for a shape; None if it does not fit."""
         self.stats.num_ranked += 1
         try:
-            found = ranker.rank(shape)
+            found = self._ranker.rank(shape, best_s=best_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
-        if isinstance(found, Ranked):
-            self.ranked.append(found)
-            self.progress(f"{shape}: about {format_time(found.estimate_s)}")
-        else:
+        if isinstance(found, Misfit):
             self.misfits.append(found)
             self.progress(f"{shape}: does not fit")
+            return None
+        self.ranked.append(found)
+        self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         return found
 
-    # -- deciding ------------------------------------------------------------------------------
-    def _decide(self, analysis: Analysis, ranker: Ranker, fresh: list[Ranked]) -> list[Outcome]:
-        """Cut the best shapes by CP-SAT, then localize and simulate the best of them."""
-        fresh.sort(key=_preference)
-        finals: list[Ranked] = []
-        for ranked in fresh[:NUM_FINAL]:
-            other = ranker.at_other_level(ranked)
-            best = min((r for r in (ranked, other) if isinstance(r, Ranked)), key=_preference)
-            found = ranker.refine(best, self.limit_bytes)
-            found = found if isinstance(found, Ranked) else best
-            finals.append(min(best, found, key=_preference))
-        finals.sort(key=_preference)
-        waiting = finals + fresh[NUM_FINAL:]
-        outcomes: list[Outcome] = []
-        for ranked in waiting:
-            fitting = sum(o.fits for o in outcomes)
-            if fitting >= NUM_EXACT or (fitting and len(outcomes) >= 2 * NUM_EXACT):
-                break
-            if fitting and self._is_late():
-                break
-            outcomes.append(self._exact(analysis, ranker, ranked))
-        return outcomes
+    def improve(self, candidate: Ranked) -> Ranked:
+        """Splits for just this shape, cuts by CP-SAT."""
+        best = min((candidate, self._ranker.polish(candidate)), key=_preference)
+        if candidate.shape.mesh.virtual > 1:
+            return best  # the greedy's even stages are what ranks in step need
+        found = self._ranker.refine(best, self.limit_bytes)
+        return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+
+    @property
+    def efforts(self) -> int:
+        """Levels of effort of a bound."""
+        return EFFORTS
+
+    def preference(self, candidate: Ranked) -> tuple[float, int, int, int, str]:
+        """Sort key, best first."""
+        return _preference(candidate)
+
+    def model_bound_s(self, candidate: Ranked) -> float:
+        """A lower bound of the estimate of a candidate's shape and splits."""
+        return self._ranker.model_bound_s(candidate)
+
+    def judge(self, candidate: Ranked) -> Outcome:
+        """Exact figures; cut again under a tighter limit while memory is exceeded."""
+        self._phase("ranking")
+        outcome = self._exact(self._analysis, self._ranker, candidate)
+        self._phase("exact")
+        return outcome
 
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -327,8 +301,10 @@ class _Search:
         return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits)
 
     # -- nothing fits --------------------------------------------------------------------------
-    def _infeasible(self, outcomes: list[Outcome]) -> InfeasibleError:
+    def _infeasible(self, outcomes: Sequence[Outcome]) -> InfeasibleError:
         """What is closest to fitting, and the cheapest way out."""
+        if not self.misfits and not outcomes:
+            self._open_the_leanest()
         rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes]
         nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
         rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
@@ -337,7 +313,7 @@ class _Search:
         text = f"no plan fits {self.cluster} with {limit} per device"
         if not rows and self.errors:
             text = f"no plan is possible: {self.errors[0]}"
-        remedy = self._remedy(*rows[0]) if rows else ""
+        remedy = self._remedy(*rows[0]) if rows and self.gives_remedy else ""
         shortfalls = [
             Shortfall(
                 what=f"memory of a device with {shape}",
@@ -349,6 +325,17 @@ class _Search:
             for needed, shape in rows
         ]
         return InfeasibleError(text, tuple(shortfalls))
+
+    def _open_the_leanest(self) -> None:
+        """Work out some shapes that bounds had excluded, those that need the least memory first."""
+        found: list[tuple[int, str, Shape]] = []
+        for shape in list(self._leanest.values())[:NUM_LEAN_TRIED]:
+            try:
+                found.append((self._ranker.least_bytes(shape), str(shape), shape))
+            except (ShardingError, ConstraintError) as error:
+                self.errors.append(f"{shape}: {error}")
+        for _, _, shape in sorted(found)[:NUM_SHORTFALLS]:
+            self.open(shape, inf)
 
     def _remedy(self, needed: int, shape: Shape) -> str:
         wish = self.constraints
@@ -380,9 +367,9 @@ class _Search:
         for percent in ROOM_PERCENT:
             limit_bytes = round_up_bytes(needed * percent // 100)
             trial = replace(
-                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False,
-                progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[], queue=[],
-                opened_s=[], _begin_s=monotonic(), _mark_s=monotonic(),
+                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False, analysis=None,
+                progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[],
+                _begin_s=monotonic(), _mark_s=monotonic(),
             )  # fmt: skip
             try:
                 trial.run()
@@ -390,6 +377,10 @@ class _Search:
                 continue
             return limit_bytes
         return None
+
+
+def _mesh_key(shape: Shape) -> tuple[object, ...]:
+    return (shape.mesh, shape.schedule)
 
 
 def _preference(ranked: Ranked) -> tuple[float, int, int, int, str]:

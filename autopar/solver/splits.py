@@ -28,6 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.errors import InfeasibleError, Shortfall
@@ -46,7 +47,8 @@ NODE_LIMIT = 2000  # work limit of SCIP: branch-and-bound nodes
 RELATIVE_GAP = 1e-7
 GUARD_S = 300.0
 
-Sum: TypeAlias = tuple[mathopt.Variable, ...]
+Column: TypeAlias = int
+Sum: TypeAlias = tuple[Column, ...]
 
 
 def solve_splits(
@@ -155,63 +157,82 @@ def tp_choices(problem: SplitsProblem, options: Sequence[int]) -> dict[str, Choi
 class _Program:
     """The MathOpt model; equation numbers as in the module's text.
 
-    A sum is a tuple of variables, each with factor one; the empty tuple is the constant one.
+    A sum is a tuple of columns, each with factor one; the empty tuple is the constant one. The
+    model is written as one message: building it call by call takes longer than solving it.
     """
 
     def __init__(self, problem: SplitsProblem) -> None:
         self.problem = problem
-        self.model = mathopt.Model(name="splits")
         self.num_columns = 0
         self.unit_s = self._unit()
-        self._prices: dict[mathopt.Variable, float] = {}
+        self._binary: list[bool] = []
+        self._bounds: list[tuple[float, float]] = []
+        self._entries: list[tuple[int, Column, float]] = []
+        self._prices: dict[Column, float] = {}
         self._fixed = 0.0
         self._z = self._choices()
         for flow in problem.flows:
             self._flow(flow)
         self._memory()
-        for variable, price in self._prices.items():
-            self.model.objective.set_linear_coefficient(variable, price)
-        self.model.objective.offset = self._fixed
+        self.model = mathopt.Model.from_model_proto(self._message())
+
+    def _message(self) -> model_pb2.ModelProto:
+        message = model_pb2.ModelProto(name="splits")
+        columns, rows = range(self.num_columns), range(len(self._bounds))
+        message.variables.ids.extend(columns)
+        message.variables.lower_bounds.extend([0.0] * len(columns))
+        message.variables.upper_bounds.extend([1.0] * len(columns))
+        message.variables.integers.extend(self._binary)
+        message.linear_constraints.ids.extend(rows)
+        message.linear_constraints.lower_bounds.extend([low for low, _ in self._bounds])
+        message.linear_constraints.upper_bounds.extend([high for _, high in self._bounds])
+        matrix = message.linear_constraint_matrix
+        entries = sorted(entry for entry in self._entries if entry[2])
+        matrix.row_ids.extend([row for row, _, _ in entries])
+        matrix.column_ids.extend([column for _, column, _ in entries])
+        matrix.coefficients.extend([factor for _, _, factor in entries])
+        prices = sorted((c, price) for c, price in self._prices.items() if price)
+        message.objective.offset = self._fixed
+        message.objective.linear_coefficients.ids.extend([c for c, _ in prices])
+        message.objective.linear_coefficients.values.extend([price for _, price in prices])
+        return message
 
     def _unit(self) -> float:
         """Seconds per unit of the objective, so that the terms are neither tiny nor huge."""
         times = [o.time_s * len(v.members) for v in self.problem.variables for o in v.options]
         return max(sum(times) / max(1, len(times)), 1e-9)
 
-    def _column(self, *, is_binary: bool = False) -> mathopt.Variable:
+    def _column(self, *, is_binary: bool = False) -> Column:
         self.num_columns += 1
-        if is_binary:
-            return self.model.add_binary_variable()
-        return self.model.add_variable(lb=0.0, ub=1.0)
+        self._binary.append(is_binary)
+        return self.num_columns - 1
 
     def _row(
         self,
-        plus: Sequence[mathopt.Variable],
-        minus: Sequence[mathopt.Variable] = (),
+        plus: Sequence[Column],
+        minus: Sequence[Column] = (),
         *,
         constant: float = 0.0,
         is_equality: bool = True,
     ) -> None:
         """``sum plus - sum minus == constant``, or ``>=``."""
-        factors: dict[mathopt.Variable, float] = {}
-        for variable in plus:
-            factors[variable] = factors.get(variable, 0.0) + 1.0
-        for variable in minus:
-            factors[variable] = factors.get(variable, 0.0) - 1.0
-        upper = constant if is_equality else math.inf
-        row = self.model.add_linear_constraint(lb=constant, ub=upper)
-        for variable, factor in factors.items():
-            if factor:
-                row.set_coefficient(variable, factor)
+        factors: dict[Column, float] = {}
+        for column in plus:
+            factors[column] = factors.get(column, 0.0) + 1.0
+        for column in minus:
+            factors[column] = factors.get(column, 0.0) - 1.0
+        row = len(self._bounds)
+        self._bounds.append((constant, constant if is_equality else math.inf))
+        self._entries += [(row, column, factor) for column, factor in factors.items()]
 
     def _pay(self, price: float, sum_of: Sum) -> None:
         if not sum_of:
             self._fixed += price
-        for variable in sum_of:
-            self._prices[variable] = self._prices.get(variable, 0.0) + price
+        for column in sum_of:
+            self._prices[column] = self._prices.get(column, 0.0) + price
 
-    def _choices(self) -> list[tuple[mathopt.Variable, ...]]:
-        rows: list[tuple[mathopt.Variable, ...]] = []
+    def _choices(self) -> list[Sum]:
+        rows: list[Sum] = []
         for variable in self.problem.variables:
             scale = len(variable.members) / self.unit_s
             if len(variable.options) == 1:
@@ -227,7 +248,7 @@ class _Program:
 
     def _by_layout(self, variable: int, layouts: Sequence[Layout]) -> dict[Layout, Sum]:
         """Layout -> sum of the z that give it."""
-        sums: dict[Layout, list[mathopt.Variable]] = {}
+        sums: dict[Layout, list[Column]] = {}
         for k, layout in enumerate(layouts):
             sums.setdefault(layout, []).extend(self._z[variable][k : k + 1])
         if len(sums) == 1:
@@ -290,22 +311,19 @@ class _Program:
         limit = self.problem.limit_bytes
         if limit is None:
             return
-        factors: dict[mathopt.Variable, float] = {}
-        fixed = 0.0
+        at, fixed = len(self._bounds), 0.0
         for row, variable in zip(self._z, self.problem.variables, strict=True):
             scale = len(variable.members) / max(1, limit)
             if not row:
                 fixed += variable.options[0].memory_bytes * scale
             for z, option in zip(row, variable.options, strict=False):
-                factors[z] = option.memory_bytes * scale
-        bound = self.model.add_linear_constraint(ub=1.0 - fixed)  # (5)
-        for z, factor in factors.items():
-            bound.set_coefficient(z, factor)
+                self._entries.append((at, z, option.memory_bytes * scale))
+        self._bounds.append((-math.inf, 1.0 - fixed))  # (5)
 
     def hint(self, options: Sequence[int]) -> mathopt.SolutionHint:
         """A choice to start from."""
         values = {
-            z: 1.0 if k == at else 0.0
+            self.model.get_variable(z): 1.0 if k == at else 0.0
             for row, at in zip(self._z, options, strict=True)
             for k, z in enumerate(row)
         }
@@ -316,6 +334,6 @@ class _Program:
         values = result.variable_values()
         options = []
         for row in self._z:
-            amounts = [values[z] for z in row]
+            amounts = [values[self.model.get_variable(z)] for z in row]
             options.append(amounts.index(max(amounts)) if row else 0)
         return tuple(options)

@@ -115,6 +115,22 @@ def build_splits(request: SplitsRequest, prices: PriceList) -> SplitsProblem:
     return _Builder(request, prices).build()
 
 
+def with_parameters(
+    problem: SplitsProblem, request: SplitsRequest, prices: PriceList
+) -> SplitsProblem:
+    """The problem of one mesh with the parameters of another, as for once-per-step costs.
+
+    Operators and reshards inside a micro-batch stay those of ``problem``, their seconds included;
+    how parameters are stored and gathered and how gradients are reduced is of the request.
+
+    Args:
+        problem: Of a mesh with the same ``tp`` and the same structure.
+        request: Of the wanted mesh.
+        prices: Of the wanted mesh.
+    """
+    return _Builder(request, prices).rebuild(problem)
+
+
 class _Builder:
     def __init__(self, request: SplitsRequest, prices: PriceList) -> None:
         self.request, self.prices = request, prices
@@ -160,6 +176,32 @@ class _Builder:
             has_mb=self.has_mb,
             num_reduces=self.request.num_reduces,
             limit_bytes=self.request.limit_bytes,
+        )
+
+    def rebuild(self, problem: SplitsProblem) -> SplitsProblem:
+        groups = self.structure.groups
+        self.menus = [list(v.options) for v in problem.variables]
+        for at, group in enumerate(groups):
+            if group.kind is GroupKind.INPUT and self._is_once(group):
+                menu = self._input_options(group, self.inputs[group.members[0]])
+                self.menus[at] = _without_repeats(menu)
+        for at, group in enumerate(groups):
+            if group.kind is GroupKind.WHOLE:
+                self.menus[at] = _without_repeats(self._whole_options(group))
+        return replace(
+            problem,
+            variables=tuple(
+                replace(v, options=tuple(menu))
+                for v, menu in zip(problem.variables, self.menus, strict=True)
+            ),
+            flows=tuple(
+                replace(flow, moves=self._moves(at))
+                if any(r.when is Pass.STEP for r in flow.readers)
+                else flow
+                for at, flow in enumerate(problem.flows)
+            ),
+            num_microbatches=self.request.num_microbatches,
+            num_reduces=self.request.num_reduces,
         )
 
     def _is_once(self, group: Group) -> bool:
@@ -212,8 +254,9 @@ class _Builder:
             master_dtype=master.dtype,
             requires_grad=entry.requires_grad,
         )
+        total_s = gather_s + update_s
         return SplitOption(
-            compute[2], (storage,), (layout,), gather_s + update_s, state.total_bytes
+            compute[2], (storage,), (layout,), total_s, state.total_bytes, total_s, update_s
         )
 
     def _cast_s(self, meta: TensorMeta, dtype: str, layout: Layout) -> float:
@@ -277,6 +320,7 @@ class _Builder:
         seconds += [prices.move_s(m, apart, r, in_bucket=True) for m, r in moves]
         stored = prices.local(master, storage).bytes
         memory = stored + sum(prices.local(m, r).bytes for m, r in zip(metas, row, strict=True))
+        update_s = 0.0
         if entries[0].requires_grad:
             joint = self._over((R, self._gradient_dp(entries[0]), R))
             refs = tuple(Ref(str(i)) for i in range(len(metas)))
@@ -285,11 +329,12 @@ class _Builder:
             cat_s = prices.model.op_time_s("aten.cat.default", (refs, part.dim), summed, total)
             reduce_s = cat_s + (prices.move_s(total, joint, storage, in_bucket=True) or 0.0)
             seconds.append(request.num_reduces * reduce_s)
-            seconds.append(stored * request.optimizer_s_per_byte)
+            update_s = stored * request.optimizer_s_per_byte
+            seconds.append(update_s)
             memory += (total if request.zero_level < 2 else prices.local(total, storage)).bytes
             memory += optimizer_state_bytes(request.optimizer, prices.local(master, storage))
         total_s = sum(s for s in seconds if s is not None)
-        return SplitOption(None, tuple(row), (), total_s, memory)
+        return SplitOption(None, tuple(row), (), total_s, memory, total_s, update_s)
 
     # -- operators -----------------------------------------------------------------------------
     def _node_options(self, group: Group, node: Node) -> list[SplitOption]:
@@ -360,11 +405,13 @@ class _Builder:
         if group.in_prologue:
             outer = (None, *strategies[1:])
             parts.append((1, prices.operator_s(node, signature, outer, metas, group.used)))
-        total_s = 0.0
+        total_s = once_s = 0.0
         for runs, part_s in parts:
             if part_s is None:
                 return None
             total_s += runs * part_s
+        if group.in_prologue:
+            once_s = parts[-1][1] or 0.0
         kept = [node.metas()[i] for i in sorted(group.saved)]
         local = [
             prices.local(m, results[i]).bytes
@@ -372,7 +419,7 @@ class _Builder:
             if m is not None
         ]
         memory = int(self.request.in_flight * sum(local))
-        return SplitOption(choice, operands, results, total_s, memory)
+        return SplitOption(choice, operands, results, total_s, memory, once_s)
 
     # -- what leaves ---------------------------------------------------------------------------
     def _charge(self, at: int, result: int, kind: str) -> None:
@@ -390,7 +437,8 @@ class _Builder:
             if kind == "loss":
                 last = self.prices.move_s(meta, self._seen(have, Pass.STEP), tuple(R for _ in have))
             if first is not None and last is not None:
-                kept.append(replace(option, time_s=option.time_s + count * first + last))
+                time_s = option.time_s + count * first + last
+                kept.append(replace(option, time_s=time_s, once_s=option.once_s + last))
         self.menus[at] = kept
 
     def _pending(self, layout: Layout) -> Layout:
@@ -439,24 +487,35 @@ class _Builder:
     def _moves(self, index: int) -> dict[tuple[Layout, Layout], Move]:
         shape = self.structure.flows[index]
         moves: dict[tuple[Layout, Layout], Move] = {}
-        sources = {o.results[shape.result] for o in self.menus[shape.group]}
+        tried: set[tuple[Layout, Layout]] = set()
+        sources = list(dict.fromkeys(o.results[shape.result] for o in self.menus[shape.group]))
+        size = {layout: self._bytes(shape.meta, layout) for layout in sources}
         for reader in shape.readers:
-            targets = {o.operands[reader.operand] for o in self.menus[reader.variable]}
-            as_it_is = shape.is_fixed or (shape.is_bound and not sources.isdisjoint(targets))
+            menu = self.menus[reader.variable]
+            targets = list(dict.fromkeys(o.operands[reader.operand] for o in menu))
+            as_it_is = shape.is_fixed or (shape.is_bound and not set(sources).isdisjoint(targets))
+            wanted = [self._seen(target, reader.when) for target in targets]
             for source in sources:
-                for target in targets:
-                    have, want = self._seen(source, reader.when), self._seen(target, reader.when)
-                    if (have, want) in moves or (as_it_is and have != want):
+                have = self._seen(source, reader.when)
+                for want in wanted:
+                    pair = (have, want)
+                    if pair in tried:
                         continue
+                    if as_it_is and have != want:
+                        continue
+                    tried.add(pair)
                     time_s = self.prices.move_s(
                         shape.meta, have, want, in_bucket=reader.when is Pass.STEP
                     )
                     if time_s is not None:
-                        before, after = (
-                            self.prices.local(shape.meta, a).bytes for a in (have, want)
-                        )
-                        moves[have, want] = Move(time_s, after <= before)
+                        for layout in pair:
+                            if layout not in size:
+                                size[layout] = self._bytes(shape.meta, layout)
+                        moves[pair] = Move(time_s, size[want] <= size[have])
         return moves
+
+    def _bytes(self, meta: TensorMeta, layout: Layout) -> int:
+        return self.prices.local(meta, layout).bytes
 
     def _seen(self, layout: Layout, when: Pass) -> Layout:
         return (R, *layout[1:]) if self.has_mb and is_once(when) else layout

@@ -41,6 +41,8 @@ class SplitOption:
         results: Layout of each result.
         time_s: Seconds per step of one member, without reshards of its operands.
         memory_bytes: Bytes that one member holds: state of a parameter, saved results.
+        once_s: What of ``time_s`` falls once per step, whatever the number of micro-batches.
+        update_s: What of it is the optimizer's.
     """
 
     choice: Choice | None
@@ -48,6 +50,8 @@ class SplitOption:
     results: tuple[Layout, ...]
     time_s: float
     memory_bytes: int = 0
+    once_s: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

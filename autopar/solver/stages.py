@@ -26,6 +26,7 @@ each with the device's once-per-step work added to the slowest, subject to
 (3) memory:       per device, at every moment that no other one exceeds in what is in flight,
                   ``sum state + in_flight_s * saved + largest transient <= limit``
 (4) fixed cuts:   ``g`` given where the user named the boundaries
+(5) even stages:  ``sum_i x[i, s] <= most`` where a rank has several stages
 
 The greedy bound of the slowest stage is a lower bound of the period's domain.
 
@@ -149,6 +150,10 @@ class _Program:
                 model.add(g[start][s] == 1)
                 model.add(g[start - 1][s] == 0)
         self._g = g
+        if problem.most_blocks < n:  # (5)
+            for s in range(stages):
+                after = _sum(g[i][s + 1] for i in range(n)) if s + 1 < stages else 0
+                model.add(_sum(g[i][s] for i in range(n)) - after <= problem.most_blocks)
         return [
             [g[i][s] - g[i][s + 1] if s + 1 < stages else g[i][s] for s in range(stages)]
             for i in range(n)

@@ -12,6 +12,8 @@ from itertools import pairwise
 from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
+SPREAD = 4  # an interleaved stage may be longer than the mean by one part in so many
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -55,12 +57,21 @@ class BlockMenu:
         options: The menu, not empty.
         state_bytes: Parameters, gradients and optimizer state on one device.
         step_s: Seconds once per step (gradient reduction, parameter gathering, optimizer).
+        gather_s: What of them comes before the first micro-batch.
+        reduce_s: What of them follows the last backward, beside those of other stages.
     """
 
     key: str
     options: tuple[Option, ...]
     state_bytes: int
     step_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+
+    @property
+    def update_s(self) -> float:
+        """What of ``step_s`` follows when all ranks are done: the optimizer."""
+        return max(0.0, self.step_s - self.gather_s - self.reduce_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +126,19 @@ class StageProblem:
         if self.together:
             return self.together[device]
         return ({s: Alive(self.in_flight[s], 0) for s in self.stages_of(device)},)
+
+    @property
+    def most_blocks(self) -> int:
+        """Most blocks that a stage may take.
+
+        Where ranks have several stages these are to be about equally long: ranks pass them in
+        step, and a rank that is in a long one holds up those that are in short ones. That is part
+        of the declared space, so that the bound may rely on it.
+        """
+        count, stages = len(self.blocks), self.num_stages
+        if self.virtual == 1 or self.fixed_starts is not None:
+            return count
+        return -(-count // stages) + max(1, count // (SPREAD * stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from autopar.plan.schedule import in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.constraints import Constraints
 from autopar.solver.force import ProportionalCostModel, forced_plan
-from autopar.solver.ranking import _best_cut_s
+from autopar.solver.pipeline_bound import PipelineBound
 from autopar.solver.schedule_choice import best_order, deeper_warmup, flights, simulated_s
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -149,26 +149,31 @@ def test_no_order_of_any_cut_is_faster_than_the_bound(seed):
     count, pp = rng.choice([1, 2, 3, 7]), rng.choice([2, 3])
     seconds = [rng.uniform(0.2, 2.0) for _ in range(6)]
     weight, message_s = rng.uniform(0, 2), rng.choice([0.0, 0.3])
-    totals, forwards = [3 * s for s in seconds], seconds
-    bound_s = _best_cut_s(totals, forwards, pp, count)
-    whole_s = _best_cut_s(totals, totals, pp, count)
-    assert bound_s <= whole_s
     mesh = MeshShape(pp=pp)
-    deep = tuple(2 * w for w in plain_warmup(pp))
+    plain = chain(seconds, weight, message_s, mesh=mesh, count=count)
+    deep = tuple(2 * w - 1 for w in plain_warmup(pp))
+    any_s = PipelineBound(plain, splits=True).least_s()
+    deep_s = PipelineBound(plain, depths=deep).least_s()
+    plain_s = PipelineBound(plain).least_s()
+    assert 0 < any_s <= deep_s * 1.001  # the bisection ends at 5e-4
+    assert deep_s <= plain_s * 1.001
+    least = {H1: float("inf"), deep: float("inf"), None: float("inf")}
     for starts in combinations(range(1, 6), pp - 1):
         for kind, warmup in ((PLAIN, None), (PLAIN, deep), (H1, None)):
             problem = chain(seconds, weight, message_s, mesh=mesh, count=count, kind=kind)
-            order = order_of(kind, mesh, count, warmup)
-            time_s = simulated_s(order, mesh, problem, cut(problem, starts))
-            assert time_s >= (bound_s if kind is H1 else whole_s) * (1 - 1e-9)
+            time_s = simulated_s(mesh, problem, cut(problem, starts), warmup=warmup)
+            key = kind if kind is H1 else warmup
+            least[key] = min(least[key], time_s)
+    assert plain_s <= least[None] * (1 + 1e-9)
+    assert deep_s <= least[deep] * (1 + 1e-9)
+    assert any_s <= min(least.values()) * (1 + 1e-9)
     v = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
-    if v.num_stages > 5:
-        return
+    bound_s = PipelineBound(
+        chain(seconds, weight, message_s, mesh=v, count=count, kind=ZBV), splits=True
+    ).least_s()
     for starts in combinations(range(1, 6), v.num_stages - 1):
         problem = chain(seconds, weight, message_s, mesh=v, count=count, kind=ZBV)
-        time_s = simulated_s(order_of(ZBV, v, count), v, problem, cut(problem, starts))
-        least_s = max(count * sum(totals) / pp, count * max(totals))
-        assert time_s >= least_s * (1 - 1e-9)
+        assert bound_s <= simulated_s(v, problem, cut(problem, starts)) * (1 + 1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,314 @@
+"""The work of one micro-batch, which many shapes share.
+
+What a micro-batch costs depends on the samples that a rank has in it and on ``tp``, not on how
+these came about. Shapes with the same of both have one *body*: one list of options and prices, one
+least work per block, one mixed-integer program. Only what runs once per step is priced per shape
+(:func:`~autopar.solver.splits_build.with_parameters`).
+
+Where data ranks exchange values inside a micro-batch (experts split over ``dp``, statistics over
+the batch) their number counts too, and shapes with different ``dp`` have different bodies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import ShardingError
+from autopar.sharding.lowerings import LOCAL_LOWERINGS
+from autopar.sharding.propagate import AxisChoices
+from autopar.sharding.signature import AxisStrategy
+from autopar.solver.analysis import Analysis
+from autopar.solver.pipeline_bound import Floor
+from autopar.solver.saved_values import SavedValues
+from autopar.solver.splits import solve_splits
+from autopar.solver.splits_problem import (
+    Flow,
+    Move,
+    Pass,
+    SplitsProblem,
+    SplitsSolution,
+    SplitVariable,
+)
+from autopar.solver.splits_structure import GroupKind, SplitsStructure
+from autopar.solver.stages_problem import BlockMenu, Option
+
+Sizes = tuple[int, int, int]
+
+SCALAR_BYTES = 4096  # exchanges up to this are of counts and losses, once per step
+REST_WEIGHT = 2e-4  # of what does not repeat along the chain, when its repeating unit is bounded
+MOST = 0.8  # share of the work that the repeating part of a chain must have to be told apart
+
+
+@dataclass(slots=True, eq=False)
+class Body:
+    """One micro-batch of some meshes.
+
+    Attributes:
+        sizes: Sizes of mb, dp, tp of the mesh whose problem stands for all of them.
+        structure: Groups of operators.
+        problem: Their options and flows at ZeRO level 0.
+        least: Per block its relaxed menu: every operator at its cheapest, reshards free, saved
+            values as small as any layout makes them, given up one by one at the price of the
+            operator that makes them.
+        floor: What its mixed-integer program adds to that, once it is solved.
+        splits: Its solution, once it is solved.
+    """
+
+    sizes: Sizes
+    structure: SplitsStructure
+    problem: SplitsProblem
+    least: tuple[BlockMenu, ...]
+    floor: Floor = field(default_factory=Floor)
+    splits: SplitsSolution | None = None
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Bodies of a model on a cluster, made on first use.
+
+    Attributes:
+        analysis: Model and cluster.
+        num_solves: Mixed-integer programs solved.
+        num_columns: Columns of the largest.
+    """
+
+    analysis: Analysis
+    num_solves: int = 0
+    num_columns: int = 0
+    _bodies: dict[object, Body] = field(default_factory=dict)
+    _keys: dict[Sizes, tuple[object, Sizes]] = field(default_factory=dict)
+    _saved: dict[int, SavedValues] = field(default_factory=dict)
+    _unit: tuple[int, ...] | None = None
+
+    def body(self, sizes: Sizes) -> Body:
+        """The body of a mesh.
+
+        Raises:
+            ShardingError: The batch can't be cut so.
+            ConstraintError: A constraint leaves an operator without an option.
+        """
+        if sizes not in self._keys:
+            self._keys[sizes] = self._key(sizes)
+        key, common = self._keys[sizes]
+        if key not in self._bodies:
+            self._bodies[key] = self._make(common)
+        return self._bodies[key]
+
+    def solved(self, body: Body) -> SplitsSolution:
+        """The best splits of a body; its floor is known from then on."""
+        if body.splits is None:
+            self._solve(body)
+        assert body.splits is not None
+        return body.splits
+
+    def saved(self, structure: SplitsStructure) -> SavedValues:
+        """What backward needs of forward, block by block."""
+        key = id(structure)
+        if key not in self._saved:
+            self._saved[key] = SavedValues(self.analysis, structure)
+        return self._saved[key]
+
+    # -- who shares a body ---------------------------------------------------------------------
+    def _key(self, sizes: Sizes) -> tuple[object, Sizes]:
+        """What bodies are told apart by, and the mesh with the fewest data ranks that has it."""
+        analysis, (count, dp, tp) = self.analysis, sizes
+        data = analysis.data(count, dp)
+        common = sizes
+        if dp > 1 and count > 1 and not _exchanges(data.dp):
+            parts = count * dp
+            fewest = next(d for d in range(2, parts + 1) if parts % d == 0)
+            common = (parts // fewest, fewest, tp) if parts > fewest else sizes
+            try:
+                other = analysis.data(common[0], common[1])
+            except ShardingError:
+                common = sizes
+            else:
+                if (other.mb, other.dp) != (data.mb, data.dp) or self._inner(common) != (
+                    self._inner(sizes)
+                ):
+                    common = sizes
+        return (common, id(data.mb), id(data.dp)), common
+
+    def _inner(self, sizes: Sizes) -> object:
+        """The link along ``tp``."""
+        groups = self.analysis.prices(sizes).groups
+        ranks = groups.get("tp")
+        return None if ranks is None else self.analysis.cluster.link_for(ranks)
+
+    # -- least work ----------------------------------------------------------------------------
+    def _make(self, sizes: Sizes) -> Body:
+        request = self.analysis.request(sizes, 0)
+        problem = self.analysis.problem(sizes, 0)
+        structure = request.structure
+        least = self._least(structure, problem, sizes)
+        return Body(sizes, structure, problem, least)
+
+    def _least(
+        self, structure: SplitsStructure, problem: SplitsProblem, sizes: Sizes
+    ) -> tuple[BlockMenu, ...]:
+        chain, count = self.analysis.chain, problem.num_microbatches
+        forward = [0.0] * len(chain.blocks)
+        backward = [0.0] * len(chain.blocks)
+        operator_s: dict[int, float] = {}
+        for at, (variable, group) in enumerate(
+            zip(problem.variables, structure.groups, strict=True)
+        ):
+            if group.kind is not GroupKind.NODE:
+                continue
+            time_s = min(o.time_s - o.once_s for o in variable.options) / count
+            operator_s[at] = time_s
+            for name in variable.members if time_s > 0 else ():
+                row = backward if name in structure.backward else forward
+                row[chain.block_of[name]] += time_s
+        saved = self.saved(structure)
+        curves = saved.curves(problem, self.analysis.prices(sizes), operator_s)
+        menus: list[BlockMenu] = []
+        known: dict[object, tuple[str, tuple[Option, ...]]] = {}
+        for block in chain.blocks:
+            i = block.index
+            key = (block.key, f"{forward[i]:.9e}", f"{backward[i]:.9e}", curves[i])
+            if key not in known:
+                options = _relaxed(forward[i], backward[i], curves[i])
+                if self.analysis.constraints.recompute_of(block.scope) == "none":
+                    options = options[:1]
+                known[key] = (str(len(known)), options)
+            name, options = known[key]
+            menus.append(BlockMenu(key=name, options=options, state_bytes=0))
+        return tuple(menus)
+
+    # -- the mixed-integer program -------------------------------------------------------------
+    def _solve(self, body: Body) -> None:
+        unit, count = self._unit_of(body), body.problem.num_microbatches
+        repeats = sum(place == 0 for place in unit)
+        inside = [self._is_inside(body, at, unit) for at in range(len(body.problem.variables))]
+        problem, rest_s = _weighed(body.problem, inside, repeats)
+        found = solve_splits(problem)
+        self.num_solves += any(len(v.options) > 1 for v in problem.variables)
+        self.num_columns = max(self.num_columns, found.num_columns)
+        body.splits = found
+        bound_s = max(0.0, found.bound_s - REST_WEIGHT * rest_s) / count
+        if not unit:
+            body.floor = Floor(total_s=bound_s)
+            return
+        least = [min(o.total_s for o in menu.options) for menu in body.least]
+        inner_s = sum(t for t, place in zip(least, unit, strict=True) if place >= 0)
+        gain_s = max(0.0, bound_s - inner_s) * (repeats - 1) / repeats
+        body.floor = Floor(total_s=sum(least) + gain_s, unit_of=unit, unit_s=bound_s / repeats)
+
+    def _unit_of(self, body: Body) -> tuple[int, ...]:
+        """Per block its place in the unit that the chain repeats, -1 elsewhere.
+
+        Nothing if that is not most of the chain's work.
+        """
+        if self._unit is None:
+            self._unit = repeating_unit([b.key for b in self.analysis.chain.blocks])
+        least = [min(o.total_s for o in menu.options) for menu in body.least]
+        inner_s = sum(t for t, place in zip(least, self._unit, strict=True) if place >= 0)
+        return self._unit if inner_s >= MOST * sum(least) else ()
+
+    def _is_inside(self, body: Body, at: int, unit: tuple[int, ...]) -> bool:
+        """Whether a variable is of the repeating part of the chain; of any if there is none."""
+        group = body.structure.groups[at]
+        if group.kind is not GroupKind.NODE:
+            return False
+        block_of = self.analysis.chain.block_of
+        return not unit or all(unit[block_of[name]] >= 0 for name in group.members)
+
+
+def repeating_unit(keys: list[str]) -> tuple[int, ...]:
+    """Per block its place in the longest part of a chain that repeats, -1 outside of it.
+
+    >>> repeating_unit(["e", "a", "b", "a", "b", "h"])
+    (-1, 0, 1, 0, 1, -1)
+    """
+    best = (0, 0, 0)  # blocks covered, start, size
+    n = len(keys)
+    for size in range(1, min(8, n // 2) + 1):
+        start = 0
+        while start + 2 * size <= n:
+            end = start
+            while end + size < n and keys[end] == keys[end + size]:
+                end += 1
+            covered = (end - start) // size * size + size
+            if end - start >= size and covered > best[0]:
+                best = (covered, start, size)
+            start = max(start + 1, end - size + 2)
+    covered, start, size = best
+    return tuple(
+        (i - start) % size if covered and start <= i < start + covered else -1 for i in range(n)
+    )
+
+
+def _exchanges(choices: AxisChoices) -> bool:
+    """Whether data ranks exchange more than counts inside a micro-batch."""
+    if choices.moved_bytes > SCALAR_BYTES:
+        return True
+    return any(
+        isinstance(s, AxisStrategy) and s.lowering and s.lowering not in LOCAL_LOWERINGS
+        for s in choices.choices.values()
+    )
+
+
+def _relaxed(
+    forward_s: float, backward_s: float, curve: tuple[int, tuple[tuple[int, float], ...]]
+) -> tuple[Option, ...]:
+    """The menu of a block from what it saves and what giving up parts of that costs."""
+    saved, steps = curve
+    options = [
+        Option(
+            name="none", forward_s=forward_s, backward_s=backward_s, saved_bytes=saved,
+            transient_bytes=0,
+        )
+    ]  # fmt: skip
+    for less, seconds in steps:
+        last = options[-1]
+        options.append(
+            replace(
+                last,
+                name=f"less{len(options)}",
+                backward_s=last.backward_s + seconds,
+                saved_bytes=last.saved_bytes - less,
+            )
+        )
+    return tuple(options)
+
+
+def _weighed(
+    problem: SplitsProblem, inside: list[bool], repeats: int
+) -> tuple[SplitsProblem, float]:
+    """A body's problem in which what does not repeat hardly counts.
+
+    Values between repeats are as many as repeats, less one; here they count as often as these, so
+    that a whole number of units has its share.
+
+    Returns:
+        The problem, and the most that a choice can pay for what hardly counts, unweighed, in
+        seconds per step.
+    """
+    rest_s = 0.0
+    variables: list[SplitVariable] = []
+    for variable, is_inside in zip(problem.variables, inside, strict=True):
+        rests = [o.once_s if is_inside else o.time_s for o in variable.options]
+        rest_s += len(variable.members) * max(rests)
+        options = tuple(
+            replace(o, time_s=o.time_s - (1 - REST_WEIGHT) * rest)
+            for o, rest in zip(variable.options, rests, strict=True)
+        )
+        variables.append(replace(variable, options=options))
+    flows: list[Flow] = []
+    for flow in problem.flows:
+        is_once = any(r.when in (Pass.STEP, Pass.PROLOGUE) for r in flow.readers)
+        is_inside = all(inside[r.variable] for r in flow.readers) and not is_once
+        if is_inside and repeats:
+            is_inside = flow.count >= repeats - 1
+            flow = replace(flow, count=flow.count + (flow.count % repeats == repeats - 1))
+        if not is_inside:
+            most_s = max((move.time_s for move in flow.moves.values()), default=0.0)
+            rest_s += flow.count * most_s * sum(problem.weight(r.when) for r in flow.readers)
+            moves = {
+                pair: Move(REST_WEIGHT * move.time_s, move.is_shared)
+                for pair, move in flow.moves.items()
+            }
+            flow = replace(flow, moves=moves)
+        flows.append(flow)
+    return replace(problem, variables=tuple(variables), flows=tuple(flows)), rest_s

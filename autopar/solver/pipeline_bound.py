@@ -1,0 +1,321 @@
+"""A lower bound of the simulated step over all cuts of a chain and all its recomputing.
+
+For a step of T seconds, stage after stage takes as many blocks as a rank can run in T within its
+memory; if the blocks do not run out, no cut is that fast. T is found by bisection. Taking as many
+blocks as possible is right because a run that fits still fits without its first or last block, also
+as a later stage. A rank of stage ``s`` with blocks ``[low, high)`` needs
+
+    ``max(fill, gather) + M t + max(drain, reduce) + update``
+
+where ``t`` is the run's least time within the memory (recomputing divides freely), ``fill`` the
+forwards and messages of the stages before (it can't begin earlier), ``drain`` the backwards and
+messages that follow. In 1F1B the last L ranks pass micro-batches around in a cycle: F of the first
+of them, ..., F and B of the last, ..., B of the first, and only then F of the micro-batch L later.
+A path over ``ceil(M / L)`` such cycles pays the messages each time:
+
+    ``fill + drain + ceil(M / L) (time of their blocks + 2 (L - 1) c) + update``.
+
+Such a cycle holds as many micro-batches as the first of its ranks may have in flight: with deeper
+warm-ups up to ``2 L - 1``. Where backwards may be run in two halves nothing drains and no cycle
+binds, since gradients of weights may run at any time: a rank still can't begin before its fill.
+
+Where a rank has several stages the mean over ranks of work, memory and waiting is bounded, not each
+cut.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from autopar.plan.types import ScheduleKind, StagePlacement
+from autopar.solver.greedy_stages import exchange_steps
+from autopar.solver.stages_problem import StageProblem
+
+PRECISION = 5e-4  # of the bisection, relative
+MAX_DOUBLINGS = 60
+_HAS_CYCLES = frozenset({ScheduleKind.ONE_F_ONE_B})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """What is known of a chain's least work beyond its blocks' menus.
+
+    Attributes:
+        total_s: Seconds per micro-batch of the whole chain, at least; 0.0 if nothing is known.
+        unit_of: Per block its place in the unit that repeats along the chain, -1 if it has none;
+            empty if nothing is known.
+        unit_s: Seconds per micro-batch of one unit, at least; the first and the last one may be
+            cheaper, since they have other neighbours.
+    """
+
+    total_s: float = 0.0
+    unit_of: tuple[int, ...] = ()
+    unit_s: float = 0.0
+
+
+NO_FLOOR = Floor()
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(slots=True)
+class PipelineBound:
+    """Lower bounds of one chain on one pipeline.
+
+    Args:
+        problem: The chain; its menus may be relaxed ones, that are no real choice.
+        floor: What is known beyond the menus.
+        splits: Whether backwards may be run in two halves.
+        depths: Most micro-batches in flight on each rank under 1F1B; the plain ones if empty.
+    """
+
+    problem: StageProblem
+    floor: Floor = NO_FLOOR
+    splits: bool = False
+    depths: tuple[int, ...] = ()
+    _kind: list[int] = field(init=False)
+    _counts: list[list[int]] = field(init=False)
+    _least: list[float] = field(init=False)
+    _forward: list[float] = field(init=False)
+    _time: list[float] = field(init=False)
+    _state: list[int] = field(init=False)
+    _gather: list[float] = field(init=False)
+    _reduce: list[float] = field(init=False)
+    _update: list[float] = field(init=False)
+    _saved: list[int] = field(init=False)
+    _unit: list[list[int]] = field(default_factory=list)
+    _unit_ends: tuple[int, int] = (0, 0)
+    _unit_gain_s: float = 0.0
+    _steps: list[tuple[int, float, int]] = field(init=False)
+    _transient: list[int] = field(init=False)
+    _message_s: float = field(init=False)
+    _ways: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = self.problem.blocks
+        kinds: dict[str, int] = {}
+        self._kind = [kinds.setdefault(b.key, len(kinds)) for b in blocks]
+        menus = [next(b.options for b in blocks if b.key == key) for key in kinds]
+        start, steps = exchange_steps(menus)
+        self._steps = [(s.kind, s.seconds, s.bytes) for s in steps]
+        first = [menu[at] for menu, at in zip(menus, start, strict=True)]
+        self._saved = [o.saved_bytes for o in first]
+        self._transient = [min(o.transient_bytes for o in menu) for menu in menus]
+        least = [o.total_s for o in first]
+        ahead = [min(o.forward_s for o in menu) for menu in menus]
+        self._least = least
+        self._forward = _prefix([ahead[k] for k in self._kind])
+        self._time = _prefix([least[k] for k in self._kind])
+        self._state = _prefix([b.state_bytes for b in blocks])
+        self._gather = _prefix([b.gather_s for b in blocks])
+        self._reduce = _prefix([b.reduce_s for b in blocks])
+        self._update = _prefix([b.update_s for b in blocks])
+        self._counts = [_prefix([int(k == at) for k in self._kind]) for at in range(len(kinds))]
+        self._set_unit([least[k] for k in self._kind])
+        self._ways = 1 if self.problem.schedule is ScheduleKind.FORWARD else 2
+        self._message_s = min(self.problem.boundary_s, default=0.0)
+
+    def _set_unit(self, least: Sequence[float]) -> None:
+        places = self.floor.unit_of
+        inside = [i for i, place in enumerate(places) if place >= 0]
+        if not inside:
+            return
+        size = max(places) + 1
+        known_s = sum(max(least[i] for i in inside if places[i] == at) for at in range(size))
+        self._unit_gain_s = max(0.0, self.floor.unit_s - known_s)
+        self._unit = [_prefix([int(place == at) for place in places]) for at in range(size)]
+        self._unit_ends = (inside[0], inside[-1])
+
+    # -- the answer ----------------------------------------------------------------------------
+    def least_s(self) -> float:
+        """Seconds of a step, at least; infinite if no cut fits."""
+        low = self._simple_s()
+        if math.isinf(low) or self.problem.virtual > 1 or self._is_possible(low):
+            return low
+        high = low
+        for _ in range(MAX_DOUBLINGS):
+            high *= 1.125
+            if self._is_possible(high):
+                break
+            low = high
+        else:
+            return math.inf
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            if self._is_possible(middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def may_beat(self, step_s: float) -> bool:
+        """Whether a step of ``step_s`` is not excluded; cheaper than :meth:`least_s`."""
+        return self._simple_s() <= step_s and (
+            self.problem.virtual > 1 or self._is_possible(step_s)
+        )
+
+    # -- parts ---------------------------------------------------------------------------------
+    @property
+    def _has_cycles(self) -> bool:
+        return self.problem.schedule in _HAS_CYCLES and not self.splits
+
+    def _depth(self, rank: int) -> int:
+        """Most micro-batches in flight on a rank."""
+        return self.depths[rank] if self.depths else self.problem.pp - rank
+
+    def _whole_s(self) -> float:
+        """Seconds of one micro-batch through the whole chain."""
+        return max(self.floor.total_s, self._run_s(0, len(self.problem.blocks)))
+
+    def _simple_s(self) -> float:
+        """Bounds that know nothing of cuts."""
+        problem, n = self.problem, len(self.problem.blocks)
+        p, count = problem.pp, problem.num_microbatches
+        extra_s = self._extra_of_all()
+        if math.isinf(extra_s):
+            return extra_s
+        whole_s = self._whole_s() + extra_s
+        update_s = self._update[n] / p
+        hops = problem.num_stages - 1
+        if problem.placement is StagePlacement.V:
+            hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
+        around_s = self._ways * self._message_s * hops
+        # of a micro-batch's way only the forwards are sure to follow each other
+        way_s = (self._forward[n] if self.splits else whole_s) + around_s
+        if problem.virtual > 1:
+            return max(self._in_turns_s(whole_s), way_s) + update_s
+        if self.splits:
+            return max(count * whole_s / p, way_s) + update_s
+        fill_s = whole_s / (1.0 - (1.0 - 1.0 / count) ** p)
+        found = max(fill_s, whole_s + around_s)
+        if self._has_cycles:
+            found = max(found, -(-count // self._depth(0)) * (whole_s + around_s))
+        return found + update_s
+
+    def _in_turns_s(self, whole_s: float) -> float:
+        """The mean over ranks that have several stages each, and the rank with the most blocks.
+
+        The first stages of the ranks before, which no rank can begin without, have the blocks that
+        the other stages can't take.
+        """
+        problem, n = self.problem, len(self.problem.blocks)
+        p, count, stages = problem.pp, problem.num_microbatches, problem.num_stages
+        waits_s = 0.0
+        for rank in range(1, p):
+            first = max(rank, n - problem.most_blocks * (stages - rank))
+            before_s = self._forward[first] if self.splits else self._time[first]
+            waits_s += before_s + (1 if self.splits else self._ways) * rank * self._message_s
+        once_s = self._gather[n] + self._reduce[n]
+        mean_s = (count * whole_s + max(waits_s, once_s)) / p
+        largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
+        most_s = max(
+            -(-row[n] // p) * least for row, least in zip(self._counts, self._least, strict=True)
+        )
+        return max(mean_s, count * largest_s, count * most_s)
+
+    def _run_s(self, low: int, high: int) -> float:
+        """Seconds of a run of blocks with memory to spare."""
+        time_s = self._time[high] - self._time[low]
+        if self._unit_gain_s:
+            units = min(row[high] - row[low] for row in self._unit)
+            units -= sum(low <= end < high for end in self._unit_ends)
+            time_s += self._unit_gain_s * max(0, units)
+        return time_s
+
+    def _extra_s(self, low: int, high: int, room: float, flight: float) -> float:
+        """Seconds of recomputing that a run needs to fit into ``room``; infinite if it can't."""
+        counts = [row[high] - row[low] for row in self._counts]
+        largest = 0
+        for count, saved, transient in zip(counts, self._saved, self._transient, strict=True):
+            if count:
+                room -= flight * count * saved
+                largest = max(largest, transient)
+        room -= largest
+        extra_s = 0.0
+        for kind, seconds, less in self._steps:
+            if room >= 0:
+                return extra_s
+            if counts[kind]:
+                moved = min(float(counts[kind]), -room / (flight * less))
+                extra_s += moved * seconds
+                room += moved * flight * less
+        return extra_s if room >= -1.0 else math.inf
+
+    def _extra_of_all(self) -> float:
+        """The same for all ranks together, as if they shared their memory."""
+        problem, n = self.problem, len(self.problem.blocks)
+        room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._state[n]
+        return self._extra_s(0, n, room, min(problem.in_flight))
+
+    def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
+        """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
+        problem, count = self.problem, self.problem.num_microbatches
+        gather_s = self._gather[high] - self._gather[low]
+        reduce_s = self._reduce[high] - self._reduce[low]
+        before_s = self._forward[low]
+        after_s = 0.0 if self.splits else self._time[low] - before_s
+        ways = 1 if self.splits else self._ways
+        around_s = max(
+            before_s + after_s + ways * stage * self._message_s,
+            max(gather_s, before_s) + max(reduce_s, after_s),
+        )
+        update_s = max(self._update[high] - self._update[low], self._update[-1] / problem.pp)
+        time_s = around_s + update_s + count * self._run_s(low, high)
+        if time_s > step_s:
+            return False
+        room = problem.limit_bytes - problem.base_bytes - (self._state[high] - self._state[low])
+        extra_s = self._extra_s(low, high, room, problem.in_flight[stage])
+        return time_s + count * extra_s <= step_s
+
+    def _is_possible(self, step_s: float) -> bool:
+        """Whether stages that take as many blocks as they can take them all."""
+        problem, n = self.problem, len(self.problem.blocks)
+        p = problem.pp
+        cycles = self._has_cycles
+        at, length = 0, max(1, n // p)
+        for stage in range(p):
+            if cycles and not self._passes_around(at, stage, step_s):
+                return False
+            high = self._furthest(at, stage, step_s, length)
+            length = max(1, high - at)
+            at = high
+            if at >= n:
+                return True
+        return False
+
+    def _passes_around(self, at: int, stage: int, step_s: float) -> bool:
+        """Whether the ranks from ``stage`` on can pass what is left around in time."""
+        problem, n = self.problem, len(self.problem.blocks)
+        ranks = problem.pp - stage
+        rounds = -(-problem.num_microbatches // self._depth(stage))
+        cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
+        around_s = self._time[at] + self._ways * stage * self._message_s
+        return around_s + rounds * cycle_s + self._update[n] / problem.pp <= step_s
+
+    def _furthest(self, at: int, stage: int, step_s: float, guess: int) -> int:
+        """End of the longest run from ``at`` on that fits."""
+        n = len(self.problem.blocks)
+        low, high = at, min(n, at + guess)
+        while high > low and self._fits(at, high, stage, step_s):
+            low, high = high, min(n, high + max(1, (high - at) // 4))
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(at, middle, stage, step_s):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _prefix(values: Sequence[Number]) -> list[Number]:
+    """Sums of the first 0, 1, 2, ... values."""
+    total = values[0] - values[0]
+    sums = [total]
+    for value in values:
+        total += value
+        sums.append(total)
+    return sums

@@ -1,0 +1,256 @@
+"""How long planning takes: ``python -m tests.bench.plan_time [--rows NAME...]``.
+
+Every row is planned in a process of its own, from nothing: seconds by phase, processor seconds,
+peak memory, and what came out: mesh, predicted step, bound, what the bound leaves open of the
+simulated time (gap) and of the estimates (model gap). Nothing is asserted.
+
+Batches are those of the papers: GPT-2 (Radford et al. 2019: 512 sequences); Llama 3 (Dubey et al.
+2024: 8M tokens for most of the training of the large ones; 1M here for 8B on 32 devices); 175B,
+530B, 1T (Narayanan et al., SC 2021, tables 1 and 2: as many sequences as devices); T5 (Raffel et
+al. 2020: 2,048 sequences of 512); ViT-22B (Dehghani et al. 2023: 65k images, here 65,536). Mixtral's
+is not published: 4M tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+NUM_NODES = 100_000
+PHASES = ("capture", "analysis", "ranking", "exact", "other")
+Made = tuple[Any, dict[str, Any]]
+"""A model on the meta device and its global batch."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model on a cluster; a graph instead of a model where ``make`` is None."""
+
+    devices: str
+    make: Callable[[], Made] | None
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Any:
+    import torch
+
+    return torch.zeros((batch, length), dtype=torch.int64) % vocabulary
+
+
+def _language_model(config: Any, batch: int, length: int) -> Made:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
+    ids = _tokens(batch, length, config.vocab_size)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _gpt(layers: int, hidden: int, heads: int, batch: int, *, length: int = 2048) -> Made:
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        vocab_size=51_200, n_positions=length, n_embd=hidden, n_layer=layers, n_head=heads
+    )
+    return _language_model(config, batch, length)
+
+
+def _gpt2() -> Made:
+    from transformers import GPT2Config
+
+    return _language_model(GPT2Config(), 512, 1024)
+
+
+def _llama(layers: int, hidden: int, inner: int, heads: int, batch: int) -> Made:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192,
+        rope_theta=500_000.0,
+    )  # fmt: skip
+    return _language_model(config, batch, 8192)
+
+
+def _llama_8b() -> Made:
+    return _llama(32, 4096, 14_336, 32, 128)
+
+
+def _llama_70b() -> Made:
+    return _llama(80, 8192, 28_672, 64, 1024)
+
+
+def _mixtral() -> Made:
+    from transformers import MixtralConfig
+
+    return _language_model(MixtralConfig(), 1024, 4096)
+
+
+def _t5_11b() -> Made:
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=1024, d_kv=128, d_ff=65_536, num_layers=24, num_heads=128, vocab_size=32_128,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config).to(torch.bfloat16)
+    ids = _tokens(2048, 512, config.vocab_size)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _vit_22b() -> Made:
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=6144, num_hidden_layers=48, num_attention_heads=48, intermediate_size=24_576,
+        image_size=224, patch_size=14, num_labels=21_843,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = ViTForImageClassification(config).to(torch.bfloat16)
+        images = torch.zeros((65_536, 3, 224, 224), dtype=torch.bfloat16)
+    return model, {"pixel_values": images, "labels": torch.zeros(65_536, dtype=torch.int64)}
+
+
+ROWS: Mapping[str, Row] = {
+    "gpt2-8": Row("1x8:a100-80gb", _gpt2),
+    "llama3-8b-32": Row("4x8:h100-sxm", _llama_8b),
+    "llama3-70b-64": Row("8x8:h100-sxm", _llama_70b),
+    "llama3-70b-512": Row("64x8:h100-sxm", _llama_70b),
+    "llama3-70b-1024": Row("128x8:h100-sxm", _llama_70b),
+    "gpt3-175b-1536": Row("192x8:a100-80gb", lambda: _gpt(96, 12_288, 96, 1536)),
+    "gpt-530b-2240": Row("280x8:a100-80gb", lambda: _gpt(105, 20_480, 128, 2240)),
+    "gpt-1t-3072": Row("384x8:a100-80gb", lambda: _gpt(128, 25_600, 160, 3072)),
+    "mixtral-8x7b-64": Row("8x8:h100-sxm", _mixtral),
+    "t5-11b-64": Row("8x8:a100-80gb", _t5_11b),
+    "vit-22b-256": Row("32x8:a100-80gb", _vit_22b),
+    "graph-100k-64": Row("8x8:h100-sxm", None),
+}
+
+
+def _graph() -> Any:
+    from tests.joint_graphs import residual_network
+
+    per_layer = len(residual_network(3).nodes) - len(residual_network(2).nodes)
+    return residual_network(NUM_NODES // per_layer, rows=4096, width=2048, hidden=8192)
+
+
+def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any]:
+    """Plan a row in this process."""
+    from autopar.cluster import parse_devices
+    from autopar.solver.constraints import Constraints
+    from autopar.solver.search import solve
+    from cost_models.analytic import AnalyticCostModel
+
+    begin_s = time.monotonic()
+    if row.make is None:
+        graph, key = _graph(), "synthetic"
+    else:
+        from autopar.api.compiling import chosen_mode, precision_of
+        from autopar.capture.calls import capture_call
+
+        model, batch = row.make()
+        built_s = time.monotonic()
+        print(f"model built in {built_s - begin_s:.1f} s", file=sys.stderr)
+        begin_s = built_s
+        captured = capture_call(
+            model,
+            batch,
+            None,
+            None,
+            mode=chosen_mode("train", None),
+            precision=precision_of(None, None),
+        )[1]
+        graph, key = captured.graph, captured.hash
+    cluster = parse_devices(row.devices)
+    captured_s = time.monotonic()
+    asked = {
+        "constraints": Constraints(), "optimizer": "adamw", "memory_limit_bytes": None,
+        "cost_model": AnalyticCostModel(cluster),
+    }  # fmt: skip
+    if save:
+        import pickle
+
+        with open(save, "wb") as file:
+            pickle.dump(((graph, key, cluster), asked), file)
+
+    def progress(line: str) -> None:
+        if verbose:
+            print(f"{time.monotonic() - captured_s:7.1f} {line}", file=sys.stderr, flush=True)
+
+    plan, stats = solve(graph, key, cluster, **asked, progress=progress)  # type: ignore[arg-type]
+    end_s = time.monotonic()
+    phases = {"capture": captured_s - begin_s, **stats.seconds}
+    phases["other"] = end_s - captured_s - sum(stats.seconds.values())
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "nodes": len(graph.nodes),
+        "phases": phases,
+        "total_s": end_s - begin_s,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "rss_gib": usage.ru_maxrss / 2**20,
+        "mesh": f"{plan.mesh}, {plan.num_microbatches} mb, {plan.schedule.value}",
+        "time_s": plan.time_s,
+        "bound_s": plan.bound_s,
+        "gap": plan.gap,
+        "model_gap": plan.model_gap,
+        "opened": f"{stats.num_ranked}/{stats.num_shapes}",
+        "stopped_by": stats.stopped_by,
+    }
+
+
+def _in_child(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.bench.plan_time", "--child", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": done.returncode}
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="How long planning takes.")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--child", choices=list(ROWS), help="plan one row here, print JSON")
+    parser.add_argument("--save", default="", help="with --child: keep the solver's input here")
+    parser.add_argument(
+        "--verbose", action="store_true", help="with --child: the search's progress"
+    )
+    given = parser.parse_args()
+    if given.child:
+        print(json.dumps(measure(ROWS[given.child], save=given.save, verbose=given.verbose)))
+        return
+    table = Table("row", "nodes", *PHASES, "total s", "cpu s", "GiB", "plan", "step s", "bound s")
+    for heading in ("gap", "model gap", "opened", "stopped"):
+        table.add_column(heading)
+    for name in given.rows:
+        found = _in_child(name)
+        if "error" in found:
+            table.add_row(name, f"failed: {found['error']}")
+            continue
+        table.add_row(
+            name, str(found["nodes"]), *(f"{found['phases'].get(p, 0.0):.1f}" for p in PHASES),
+            f"{found['total_s']:.1f}", f"{found['cpu_s']:.1f}", f"{found['rss_gib']:.2f}",
+            found["mesh"], f"{found['time_s']:.3f}", f"{found['bound_s']:.3f}",
+            f"{found['gap']:.1%}", f"{found['model_gap']:.2%}", found["opened"],
+            found["stopped_by"] or "-",
+        )  # fmt: skip
+        print(json.dumps({"row": name, **found}), file=sys.stderr, flush=True)
+    Console(width=240).print(table)
+
+
+if __name__ == "__main__":
+    main()
