@@ -29,6 +29,8 @@ def decisions(args: argparse.Namespace) -> ConstraintOptions:
     }
     if args.recompute:
         given["recompute"] = _recompute(args.recompute)
+    if args.warmup:
+        given["warmup"] = _depths(args.warmup)
     if args.placement:
         given["placements"] = dict(_pair("--placement", text) for text in args.placement)
     if args.stage:
@@ -52,6 +54,13 @@ def _recompute(texts: Sequence[str]) -> str | dict[str, str]:
     if len(texts) == 1 and "=" not in texts[0]:
         return texts[0]
     return dict(_pair("--recompute", text) for text in texts)
+
+
+def _depths(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--warmup {text!r}: write whole numbers, such as 3,2,1")
+    return [int(part) for part in parts]
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

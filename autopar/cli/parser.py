@@ -100,7 +100,12 @@ def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     fixed = parser.add_argument_group(title, text)
     for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
         fixed.add_argument(f"--{name}", type=int, metavar="N")
-    fixed.add_argument("--schedule", metavar="WORD", help="gpipe, 1f1b, interleaved, ...")
+    fixed.add_argument(
+        "--schedule", metavar="WORD", help="gpipe, 1f1b, interleaved, zero_bubble, zbv"
+    )
+    fixed.add_argument(
+        "--warmup", metavar="N,N,...", help="1F1B: forwards of each rank before its first backward"
+    )
     fixed.add_argument(
         "--recompute", action="append", metavar="WORD", help="none, selective, full; or MODULE=WORD"
     )

@@ -154,7 +154,7 @@ def fullest_rank(plan: Plan) -> tuple[int, MemoryParts]:
     """The pipeline rank that holds most, and what it holds; its largest transient counts once."""
     found = []
     for rank in range(plan.mesh.pp):
-        parts = [stage.memory for stage in plan.stages[rank :: plan.mesh.pp]]
+        parts = [plan.stages[s].memory for s in plan.mesh.stages_of(rank)]
         summed = {name: sum(getattr(p, name) for p in parts) for name in _PART_WORDS}
         summed["transient_bytes"] = max((p.transient_bytes for p in parts), default=0)
         found.append(MemoryParts(**summed))
@@ -164,7 +164,7 @@ def fullest_rank(plan: Plan) -> tuple[int, MemoryParts]:
 
 def rank_words(plan: Plan, rank: int) -> str:
     """A pipeline rank in words: its stages and ranks."""
-    stages = plan.stages[rank :: plan.mesh.pp]
+    stages = [plan.stages[s] for s in plan.mesh.stages_of(rank)]
     devices = stages[0].devices
     ranks = f"ranks {devices[0]}-{devices[-1]}" if len(devices) > 1 else f"rank {devices[0]}"
     if len(plan.stages) == 1:
@@ -220,7 +220,7 @@ def _link_binding(plan: Plan) -> list[Binding]:
     seconds: dict[str, float] = {}
     for rank in range(plan.mesh.pp):
         own: dict[str, float] = {}
-        for stage in plan.stages[rank :: plan.mesh.pp]:
+        for stage in (plan.stages[s] for s in plan.mesh.stages_of(rank)):
             for total in stage.collectives:
                 own[total.axis] = own.get(total.axis, 0.0) + total.time_s
         for axis, time_s in own.items():

@@ -34,6 +34,8 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "precision": (None, 2),
         "precision_words": ({}, 2),
         "peak_at": ("", 3),
+        "warmup": (None, 4),
+        "rank_bytes": ([], 4),
         "links": ({}, 4),
         "model_gap": (0.0, 4),
         "pipelines": ([], 4),
@@ -42,7 +44,9 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "cost_bound": (None, 4),
         "cost_limit": (None, 4),
     },
-    "Candidate": {"terms": (None, 4)},
+    "MeshShape": {"placement": ("loop", 4)},
+    "TimeParts": {"weight_s": (0.0, 4)},
+    "Candidate": {"terms": (None, 4), "warmup": (None, 4)},
 }
 """Record -> fields that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

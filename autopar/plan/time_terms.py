@@ -39,7 +39,10 @@ def time_terms(
         num_microbatches: Per step.
         step_s: Seconds of the step; what the rank is not busy with is waiting.
     """
-    ranks = [busy_terms(times[rank :: mesh.pp], num_microbatches) for rank in range(mesh.pp)]
+    ranks = [
+        busy_terms([times[s] for s in mesh.stages_of(rank)], num_microbatches)
+        for rank in range(mesh.pp)
+    ]
     busiest = max(ranks, key=lambda terms: terms.total_s)
     return TimeTerms(
         compute_s=busiest.compute_s,
@@ -65,7 +68,10 @@ def busiest_rank(plan: Plan) -> int:
     """The pipeline rank that is busy longest."""
     mesh, count = plan.mesh, plan.num_microbatches
     times = [stage.time for stage in plan.stages]
-    totals = [busy_terms(times[rank :: mesh.pp], count).total_s for rank in range(mesh.pp)]
+    totals = [
+        busy_terms([times[s] for s in mesh.stages_of(rank)], count).total_s
+        for rank in range(mesh.pp)
+    ]
     return totals.index(max(totals))
 
 

@@ -207,7 +207,13 @@ class Analysis:
 
     def _check_schedule(self) -> None:
         """Refuse an order of forwards and backwards that the program can't have."""
-        wish = self.constraints.schedule
+        wish, warmup = self.constraints.schedule, self.constraints.warmup
+        if warmup is not None and not self.is_interleavable:
+            why = "the model gives no loss of its own" if self.trains else "inference has none"
+            raise ConstraintError(
+                f"constraint warmup={warmup}: it is for forwards and backwards in turn, and {why}; "
+                + ("pass loss=, or leave it out" if self.trains else "leave it out")
+            )
         if wish is None:
             return
         if self.trains and wish is ScheduleKind.FORWARD:

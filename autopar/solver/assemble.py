@@ -101,6 +101,8 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         mesh=shape.mesh,
         num_microbatches=shape.num_microbatches,
         schedule=shape.schedule,
+        warmup=shape.warmup,
+        rank_bytes=winner.figures.rank_bytes if shape.mesh.virtual > 1 else (),
         stages=_stages(analysis, winner),
         splits=splits_text(winner.decisions.choices),
         microbatch_statistics=analysis.constraints.microbatch_statistics,
@@ -203,6 +205,7 @@ def _candidate(
         time_s=time_s,
         peak_bytes=peak_bytes,
         reason=reason,
+        warmup=shape.warmup,
         terms=terms,
     )
 
@@ -245,6 +248,7 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
                 mesh=misfit.shape.mesh,
                 num_microbatches=misfit.shape.num_microbatches,
                 schedule=misfit.shape.schedule,
+                warmup=misfit.shape.warmup,
                 zero_level=misfit.zero_level,
                 recompute="full",
                 time_s=0.0,

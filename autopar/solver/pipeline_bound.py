@@ -15,6 +15,10 @@ A path over ``ceil(M / L)`` such cycles pays the messages each time:
 
     ``fill + drain + ceil(M / L) (time of their blocks + 2 (L - 1) c) + update``.
 
+Such a cycle holds as many micro-batches as the first of its ranks may have in flight: with deeper
+warm-ups up to ``2 L - 1``. Where backwards may be run in two halves nothing drains and no cycle
+binds, since gradients of weights may run at any time: a rank still can't begin before its fill.
+
 Where a rank has several stages the mean over ranks of work, memory and waiting is bounded, not each
 cut.
 
@@ -28,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from autopar.plan.types import ScheduleKind
+from autopar.plan.types import ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import exchange_steps
 from autopar.solver.stages_problem import StageProblem
 
@@ -65,10 +69,14 @@ class PipelineBound:
     Args:
         problem: The chain; its menus may be relaxed ones, that are no real choice.
         floor: What is known beyond the menus.
+        splits: Whether backwards may be run in two halves.
+        depths: Most micro-batches in flight on each rank under 1F1B; the plain ones if empty.
     """
 
     problem: StageProblem
     floor: Floor = NO_FLOOR
+    splits: bool = False
+    depths: tuple[int, ...] = ()
     _kind: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _least: list[float] = field(init=False)
@@ -151,6 +159,14 @@ class PipelineBound:
         )
 
     # -- parts ---------------------------------------------------------------------------------
+    @property
+    def _has_cycles(self) -> bool:
+        return self.problem.schedule in _HAS_CYCLES and not self.splits
+
+    def _depth(self, rank: int) -> int:
+        """Most micro-batches in flight on a rank."""
+        return self.depths[rank] if self.depths else self.problem.pp - rank
+
     def _whole_s(self) -> float:
         """Seconds of one micro-batch through the whole chain."""
         return max(self.floor.total_s, self._run_s(0, len(self.problem.blocks)))
@@ -164,13 +180,20 @@ class PipelineBound:
             return extra_s
         whole_s = self._whole_s() + extra_s
         update_s = self._update[n] / p
-        around_s = self._ways * self._message_s * (problem.num_stages - 1)
+        hops = problem.num_stages - 1
+        if problem.placement is StagePlacement.V:
+            hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
+        around_s = self._ways * self._message_s * hops
+        # of a micro-batch's way only the forwards are sure to follow each other
+        way_s = (self._forward[n] if self.splits else whole_s) + around_s
         if problem.virtual > 1:
-            return max(self._in_turns_s(whole_s), whole_s + around_s) + update_s
+            return max(self._in_turns_s(whole_s), way_s) + update_s
+        if self.splits:
+            return max(count * whole_s / p, way_s) + update_s
         fill_s = whole_s / (1.0 - (1.0 - 1.0 / count) ** p)
         found = max(fill_s, whole_s + around_s)
-        if problem.schedule in _HAS_CYCLES:
-            found = max(found, -(-count // p) * (whole_s + around_s))
+        if self._has_cycles:
+            found = max(found, -(-count // self._depth(0)) * (whole_s + around_s))
         return found + update_s
 
     def _in_turns_s(self, whole_s: float) -> float:
@@ -184,7 +207,8 @@ class PipelineBound:
         waits_s = 0.0
         for rank in range(1, p):
             first = max(rank, n - problem.most_blocks * (stages - rank))
-            waits_s += self._time[first] + self._ways * rank * self._message_s
+            before_s = self._forward[first] if self.splits else self._time[first]
+            waits_s += before_s + (1 if self.splits else self._ways) * rank * self._message_s
         once_s = self._gather[n] + self._reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
@@ -233,9 +257,10 @@ class PipelineBound:
         gather_s = self._gather[high] - self._gather[low]
         reduce_s = self._reduce[high] - self._reduce[low]
         before_s = self._forward[low]
-        after_s = self._time[low] - before_s
+        after_s = 0.0 if self.splits else self._time[low] - before_s
+        ways = 1 if self.splits else self._ways
         around_s = max(
-            before_s + after_s + self._ways * stage * self._message_s,
+            before_s + after_s + ways * stage * self._message_s,
             max(gather_s, before_s) + max(reduce_s, after_s),
         )
         update_s = max(self._update[high] - self._update[low], self._update[-1] / problem.pp)
@@ -250,7 +275,7 @@ class PipelineBound:
         """Whether stages that take as many blocks as they can take them all."""
         problem, n = self.problem, len(self.problem.blocks)
         p = problem.pp
-        cycles = problem.schedule in _HAS_CYCLES
+        cycles = self._has_cycles
         at, length = 0, max(1, n // p)
         for stage in range(p):
             if cycles and not self._passes_around(at, stage, step_s):
@@ -266,7 +291,7 @@ class PipelineBound:
         """Whether the ranks from ``stage`` on can pass what is left around in time."""
         problem, n = self.problem, len(self.problem.blocks)
         ranks = problem.pp - stage
-        rounds = -(-problem.num_microbatches // ranks)
+        rounds = -(-problem.num_microbatches // self._depth(stage))
         cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
         around_s = self._time[at] + self._ways * stage * self._message_s
         return around_s + rounds * cycle_s + self._update[n] / problem.pp <= step_s

@@ -16,15 +16,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.plan.actions import ActionKind
-from autopar.plan.schedule import action_lists, compute_order, in_flight
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
 from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
-from autopar.solver.pipeline_bound import NO_FLOOR, PipelineBound
+from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
+from autopar.solver.schedule_choice import (
+    ChosenOrder,
+    Together,
+    alive_of,
+    best_order,
+    deepest_warmup,
+    flights,
+    is_open_order,
+    least_flights,
+    may_split_backward,
+    plain_order,
+)
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
@@ -33,18 +43,16 @@ from autopar.solver.stages_problem import (
     BlockMenu,
     StageProblem,
     StageSolution,
-    bounds,
     least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
-from cost_models.simulate import StageSeconds, simulate
 
 Sizes = tuple[int, int, int]
+Pipeline = tuple[ScheduleKind, MeshShape, int]
 EFFORTS = 3
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
-STEADY_ROUNDS = 3  # rounds of micro-batches through the pipeline after which a step is periodic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +141,9 @@ class Ranker:
         default_factory=dict
     )
     _parameters: dict[tuple[Sizes, int], SplitsProblem] = field(default_factory=dict)
-    _flights: dict[tuple[ScheduleKind, int, int, int], tuple[int, ...]] = field(
-        default_factory=dict
-    )
+    _flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
+    _least_flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
+    _alive: dict[Pipeline, Together] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
     _uncut: dict[int, tuple[float, float]] = field(default_factory=dict)
     _least: dict[tuple[Sizes, int], list[ParameterCost]] = field(default_factory=dict)
@@ -167,10 +175,24 @@ class Ranker:
         floor = body.floor if effort > 1 else NO_FLOOR
         found = math.inf
         for level in self._levels(shape):
-            bound = PipelineBound(self._relaxed(shape, level, body), floor)
+            bound = self._bound(shape, self._relaxed(shape, level, body), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
         return found
+
+    def _bound(self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR) -> PipelineBound:
+        """Bounds of a chain in every order that the shape may get."""
+        wish, mesh, count = self.analysis.constraints, shape.mesh, shape.num_microbatches
+        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
+        if key not in self._least_flights:
+            found = least_flights(shape.schedule, mesh, count, shape.warmup, wish)
+            self._least_flights[key] = found
+        return PipelineBound(
+            replace(problem, in_flight=self._least_flights[key]),
+            floor,
+            splits=may_split_backward(shape.schedule, mesh, wish),
+            depths=deepest_warmup(shape.schedule, mesh, shape.warmup, wish),
+        )
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
@@ -179,6 +201,8 @@ class Ranker:
             times = [menu.options[0].total_s for menu in menus]
             self._uncut[mesh.tp] = (sum(times), max(times))
         total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[mesh.tp])
+        if may_split_backward(shape.schedule, mesh, self.analysis.constraints):
+            return max(count * total / mesh.pp, count * largest)
         if mesh.virtual > 1:
             return max(count * total / mesh.pp, total, count * largest)
         return total / (1.0 - (1.0 - 1.0 / count) ** mesh.pp)
@@ -220,7 +244,7 @@ class Ranker:
 
     def model_bound_s(self, ranked: Ranked) -> float:
         """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return PipelineBound(ranked.stage_problem).least_s()
+        return self._bound(ranked.shape, ranked.stage_problem).least_s()
 
     # -- choices -------------------------------------------------------------------------------
     def parameters(self, sizes: Sizes, level: int, body: Body) -> SplitsProblem:
@@ -293,7 +317,7 @@ class Ranker:
         )
         if states <= LEAN * least:
             return misfit  # no splits have smaller states
-        bound = PipelineBound(relaxed, body.floor)
+        bound = self._bound(shape, relaxed, body.floor)
         if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
             return misfit
         key = (shape.sizes, level, shape.mesh.pp)
@@ -381,11 +405,24 @@ class Ranker:
         return self._estimated(ranked)
 
     def _estimated(self, ranked: Ranked) -> Ranked:
-        """With the simulated time of its estimated stages: surrogates flatter uneven stages."""
-        estimate_s = simulated_s(
-            ranked.shape, ranked.stage_problem, ranked.stages, zero_level=ranked.zero_level
+        """In its best order, with its simulated time: surrogates flatter uneven stages."""
+        shape = ranked.shape
+        found = best_order(
+            shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
+            self.analysis.constraints, zero_level=ranked.zero_level,
+        )  # fmt: skip
+        return _in_order(ranked, found)
+
+    def in_plain_order(self, ranked: Ranked) -> Ranked | None:
+        """The same cuts as plain 1F1B, which holds less; None if they are, or must not be."""
+        shape = ranked.shape
+        if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
+            return None
+        found = plain_order(
+            shape.mesh, ranked.stage_problem, ranked.stages, zero_level=ranked.zero_level
         )
-        return replace(ranked, estimate_s=estimate_s)
+        plain = _in_order(ranked, found)
+        return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
     def _stage_problem(
@@ -412,7 +449,17 @@ class Ranker:
             in_flight=self._in_flight(shape),
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
+            placement=mesh.placement,
+            together=self._together(shape),
         )
+
+    def _together(self, shape: Shape) -> Together:
+        """What is alive at once in the stages of a rank."""
+        mesh, count = shape.mesh, shape.num_microbatches
+        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
+        if key not in self._alive:
+            self._alive[key] = alive_of(shape.schedule, mesh, count, shape.warmup)
+        return self._alive[key]
 
     def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
         ends = self.analysis.slowest_group(mesh, "pp")
@@ -425,12 +472,13 @@ class Ranker:
     def _in_flight(self, shape: Shape) -> tuple[int, ...]:
         """Most micro-batches alive at once, per stage."""
         mesh, count, kind = shape.mesh, shape.num_microbatches, shape.schedule
+        if shape.warmup is not None:
+            return flights(kind, mesh, count, shape.warmup)
         if kind is ScheduleKind.ONE_F_ONE_B and mesh.virtual == 1:
             return tuple(min(count, mesh.pp - s) for s in range(mesh.pp))
-        key = (kind, mesh.pp, mesh.virtual, count)
+        key = (kind, replace(mesh, dp=1, tp=1), count)
         if key not in self._flights:
-            order = compute_order(kind, mesh.pp, mesh.virtual, count)
-            self._flights[key] = tuple(in_flight(order, s) for s in range(mesh.num_stages))
+            self._flights[key] = flights(kind, mesh, count)
         return self._flights[key]
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:
@@ -453,60 +501,14 @@ class Ranker:
         )
 
 
-def simulated_s(
-    shape: Shape, problem: StageProblem, solution: StageSolution, *, zero_level: int = 0
-) -> float:
-    """Simulated seconds of a step from the menus' figures.
-
-    A step of many micro-batches is periodic after some rounds; what follows is added, not run.
-    """
-    mesh, count = shape.mesh, shape.num_microbatches
-    round_ = mesh.pp
-    rounds = STEADY_ROUNDS + (mesh.virtual > 1)
-    enough = rounds * round_ + count % round_
-    if count <= enough + 2 * round_:
-        return _simulated_s(shape, problem, solution, zero_level, count)
-    first_s, second_s = (
-        _simulated_s(shape, problem, solution, zero_level, n) for n in (enough, enough + round_)
+def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
+    return replace(
+        ranked,
+        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
+        stage_problem=found.problem,
+        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
+        estimate_s=found.time_s,
     )
-    return first_s + (count - enough) / round_ * (second_s - first_s)
-
-
-def _simulated_s(
-    shape: Shape, problem: StageProblem, solution: StageSolution, zero_level: int, count: int
-) -> float:
-    mesh = shape.mesh
-    runs = bounds(solution.starts, len(problem.blocks))
-    chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
-    reduces = shape.num_microbatches if zero_level >= 2 else 1
-    seconds = [
-        StageSeconds(
-            forward_s=sum(o.forward_s for o in chosen[low:high]),
-            backward_s=sum(o.backward_s for o in chosen[low:high]),
-            once_s={
-                ActionKind.UNSHARD: sum(b.gather_s for b in problem.blocks[low:high]),
-                ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in problem.blocks[low:high]) / reduces,
-            },
-        )
-        for low, high in runs
-    ]
-    update = [sum(b.update_s for b in problem.blocks[low:high]) for low, high in runs]
-    order = compute_order(shape.schedule, mesh.pp, mesh.virtual, count)
-    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
-    back = [(s, s - 1) for s in range(1, mesh.num_stages)]
-    trains = shape.schedule is not ScheduleKind.FORWARD
-    lists = action_lists(
-        order,
-        mesh,
-        forward_edges=ahead,
-        backward_edges=back if trains else (),
-        zero_levels=(zero_level,) * mesh.num_stages,
-    )
-    links = {}
-    for s, start in enumerate(solution.starts, 1):
-        links[s - 1, s] = links[s, s - 1] = (2 if not trains else 1) * problem.boundary_s[start - 1]
-    run = simulate(lists, seconds, p2p_s=links)
-    return run.makespan_s + max(sum(update[d :: mesh.pp]) for d in range(mesh.pp))
 
 
 def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:

@@ -27,7 +27,7 @@ def estimated_terms(ranked: Ranked) -> TimeTerms:
     runs = bounds(ranked.stages.starts, len(problem.blocks))
     busy: list[tuple[float, float]] = []
     for rank in range(shape.mesh.pp):
-        own = [i for low, high in runs[rank :: shape.mesh.pp] for i in range(low, high)]
+        own = [i for s in shape.mesh.stages_of(rank) for i in range(*runs[s])]
         body_s = shape.num_microbatches * sum(chosen[i].total_s for i in own)
         busy.append((body_s, sum(problem.blocks[i].step_s for i in own)))
     body_s, once_s = max(busy, key=sum)

@@ -75,6 +75,8 @@ Splits
   Parameters that are not listed are replicated over tp.
 
 Schedule (a backward drawn twice as long as a forward)
+  1F1B: one forward and one backward in turn
+  idle: 20.2 % of the ranks' time, waiting for other stages and messages
   rank 0  F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
   rank 1  .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..
 
