@@ -129,7 +129,9 @@ def link_words(cluster: Cluster, mesh: MeshShape) -> dict[str, str]:
             continue
         group = slowest_group(cluster, mesh, axis)
         link = cluster.link_for(group)
-        where = "inside a machine" if cluster.links_for(group).inter is None else "between machines"
+        links = cluster.links_for(group)
+        where = "inside a machine" if links.inter is None else "between machines"
+        where = "between sites" if links.num_sites > 1 else where
         rate = f"{link.bandwidth_bytes_per_s / GB:.3g} GB/s"
         found[axis] = f"{link.kind.value} {where}, {rate} per device"
     return found

@@ -18,11 +18,15 @@ class Part(StrEnum):
 
     INSIDE = "links inside a machine"
     BETWEEN = "links between machines"
+    SITES = "links between sites"
     DEVICES = "arithmetic and memory bandwidth of the devices"
 
 
 def better_cluster(cluster: Cluster, part: Part, factor: float) -> Cluster:
     """The cluster with one part ``factor`` times as fast; latencies stay."""
+    if part is Part.SITES:
+        between = cluster.between_sites
+        return replace(cluster, between_sites=None if between is None else _faster(between, factor))
     machines = tuple(_better(machine, part, factor) for machine in cluster.machines)
     return replace(cluster, machines=machines)
 
@@ -82,8 +86,9 @@ class FasterLinks:
     def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of one collective: the latency stays, the rest shrinks."""
         time_s = self.model.collective_time_s(kind, payload_bytes, ranks)
-        crosses = self.cluster.links_for(ranks).inter is not None
-        if crosses != (self.part is Part.BETWEEN):
+        links = self.cluster.links_for(ranks)
+        used = Part.INSIDE if links.inter is None else Part.BETWEEN
+        if (Part.SITES if links.num_sites > 1 else used) is not self.part:
             return time_s
         latency_s = min(time_s, self.model.collective_time_s(kind, 0.0, ranks))
         return latency_s + (time_s - latency_s) / self.factor

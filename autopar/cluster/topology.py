@@ -94,12 +94,14 @@ class Machine:
         num_devices: How many.
         intra: Between two of them.
         inter: To other machines, as one device sees it.
+        site: Where it stands, if machines stand in several places.
     """
 
     device: Device
     num_devices: int
     intra: Link
     inter: Link
+    site: str = ""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -118,6 +120,7 @@ class GroupLinks:
         per_machine: The fewest of them on one machine.
         intra: The slowest link inside the machines; None if each has one rank.
         inter: The slowest link between the machines, per device; None on one machine.
+        num_sites: Sites that the machines stand at.
     """
 
     size: int
@@ -125,6 +128,7 @@ class GroupLinks:
     per_machine: int
     intra: Link | None
     inter: Link | None
+    num_sites: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +138,23 @@ class Cluster:
     Attributes:
         machines: At least one.
         assumptions: What was taken for granted about it, in sentences for the report.
+        between_sites: Between machines of two sites, as one device sees it while all others send
+            too; needed where there are several sites.
     """
 
     machines: tuple[Machine, ...]
     assumptions: tuple[str, ...] = ()
+    between_sites: Link | None = None
 
     def __post_init__(self) -> None:
         if not self.machines:
             raise ConfigError("Cluster: has 0 machines, needs at least 1")
+        sites = list(dict.fromkeys(m.site for m in self.machines))
+        if len(sites) > 1 and self.between_sites is None:
+            raise ConfigError(
+                f"Cluster: machines at {sites[0]!r} and at {sites[1]!r} are not connected; give "
+                "the link between_sites, or leave the sites out"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -198,12 +211,17 @@ class Cluster:
             counts[index] = counts.get(index, 0) + 1
         used = [self.machines[i] for i in counts]
         inside = [self.machines[i].intra.in_group(n) for i, n in counts.items() if n > 1]
+        outside = [m.inter for m in used]
+        num_sites = len({m.site for m in used})
+        if num_sites > 1 and self.between_sites is not None:
+            outside.append(self.between_sites)
         return GroupLinks(
             size=sum(counts.values()),
             num_machines=len(counts),
             per_machine=min(counts.values()),
             intra=_slowest(inside) if inside else None,
-            inter=_slowest([m.inter for m in used]) if len(used) > 1 else None,
+            inter=_slowest(outside) if len(used) > 1 else None,
+            num_sites=num_sites,
         )
 
     def link_for(self, ranks: Sequence[int]) -> Link:

@@ -194,7 +194,7 @@ def _memory_binding(plan: Plan) -> list[Binding]:
     if level >= 2:
         paid.append(f"ZeRO {level} shards state")
     if paid:
-        text += f"; to stay below it {' and '.join(paid)}"
+        text += f"; {', '.join(paid)}"
     return [Binding(kind="memory", where=where, share=share, text=text)]
 
 

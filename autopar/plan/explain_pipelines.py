@@ -39,7 +39,7 @@ def _memory(number: int, at: int, stage: PipelineStage) -> Binding:
         f"{format_bytes(stage.memory_limit_bytes)} ({100 * _share(stage):.1f} %)"
     )
     if stage.recompute:
-        text += "; operators are recomputed to stay below it"
+        text += "; operators are recomputed"
     return Binding(kind="memory", where=where, share=_share(stage), text=text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from autopar.plan.explain import explain_plan
 from autopar.plan.types import Plan
 from autopar.report.fold import fold_ranks, fold_scopes
 from autopar.report.layout import Lines, bullets, names, numbers, pairs, paragraph, table, words
@@ -21,6 +22,7 @@ def pipeline_sections(plan: Plan, width: int) -> Iterator[tuple[str, Lines]]:
         width: Columns of the bodies.
     """
     yield "Plan", _header(plan, width)
+    yield "What binds", bullets((item.text for item in explain_plan(plan).binding), width)
     yield "Pipelines", _pipelines(plan, width)
     yield "Stages", _stages(plan, width)
     yield "Memory of a device, by stage", _memory(plan, width)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from autopar.ir.graph import Graph
+from autopar.plan.explain import explain_plan
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
@@ -110,8 +111,14 @@ def gap_fraction(plan: Plan) -> float | None:
     return max(0.0, (plan.time_s - plan.bound_s) / plan.time_s)
 
 
+def binding_lines(plan: Plan, width: int) -> Lines:
+    """What the plan is near the limit of: memory, time, links."""
+    return bullets((item.text for item in explain_plan(plan).binding), width)
+
+
 def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines]]:
     yield "Plan", _header(plan, width)
+    yield "What binds", binding_lines(plan, width)
     yield "Stages", stages_table(plan, width)
     yield "Memory of a device, by stage", _memory(plan, width)
     yield "Time by stage: one micro-batch, and once per step", _time(plan, width)
@@ -159,10 +166,8 @@ def _header(plan: Plan, width: int) -> Lines:
     else:
         least = format_time(plan.bound_s)
         text = f"no searched plan takes less than {least}: gap {100 * gap:.1f} %"
-        if plan.objective_s > 0:
-            model_gap = max(0.0, 1 - plan.bound_s / plan.objective_s)
-            text += f" ({100 * model_gap:.1f} % of the solver's estimate "
-            text += f"{format_time(plan.objective_s)})"
+        if plan.model_gap > 0:
+            text += f" ({100 * plan.model_gap:.1f} % among the solver's own estimates)"
         rows.append(("bound", text))
     cost = cost_words(plan)
     if cost:

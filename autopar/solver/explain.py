@@ -110,6 +110,8 @@ def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]
             continue
         if part is Part.BETWEEN and len(cluster.machines) == 1:
             continue
+        if part is Part.SITES and cluster.between_sites is None:
+            continue
         prices = better_prices(model, cluster, part, FASTER)
         what = f"10 % more of the {part.value}"
         if part is not Part.DEVICES:
