@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, OutputKind
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import ActionLists, action_lists, in_flight
+from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.sharding.split_backward import split_backward
@@ -111,7 +111,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     mesh, count = setting.mesh, setting.num_microbatches
     order = order_of(setting.schedule, mesh, count, setting.warmup)
     groups = setting.groups()
-    flights = [in_flight(order, stage) for stage in range(mesh.num_stages)]
+    flights = all_in_flight(order)
     links = _message_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []

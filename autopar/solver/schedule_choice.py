@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, plain_warmup, receives_ahead
-from autopar.plan.schedule import Alive, Order, action_lists, alive_together, in_flight
+from autopar.plan.schedule import Alive, Order, action_lists, alive_together, all_in_flight
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
@@ -58,8 +58,7 @@ def flights(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Most micro-batches alive at once, by stage."""
-    order = order_of(schedule, mesh, count, warmup)
-    return tuple(in_flight(order, stage) for stage in range(mesh.num_stages))
+    return all_in_flight(order_of(schedule, mesh, count, warmup))
 
 
 def alive_of(
@@ -218,7 +217,7 @@ def _tried(
     zero_level: int,
 ) -> ChosenOrder:
     order = order_of(kind, mesh, problem.num_microbatches, warmup)
-    alive = tuple(in_flight(order, stage) for stage in range(mesh.num_stages))
+    alive = all_in_flight(order)
     together = _alive_of(kind, mesh, order)
     tried = replace(problem, schedule=kind, in_flight=alive, together=together)
     return ChosenOrder(
