@@ -138,6 +138,7 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
             ("idle devices", len(before.idle_ranks), len(after.idle_ranks)),
             ("micro-batches", before.num_microbatches, after.num_microbatches),
             ("schedule", before.schedule.value, after.schedule.value),
+            ("warm-up", _warmup(before), _warmup(after)),
             ("optimizer", before.optimizer, after.optimizer),
             ("precision", before.precision or "the model's", after.precision or "the model's"),
             (
@@ -148,6 +149,10 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
             ("constraints of the user", user(before), user(after)),
         ]
     )
+
+
+def _warmup(plan: Plan) -> str:
+    return ", ".join(map(str, plan.warmup)) if plan.warmup else "that of the schedule"
 
 
 def _shape_words(plan: Plan) -> str:

@@ -50,6 +50,7 @@ class Resimulator:
             zero_levels=tuple(stage.zero_level for stage in plan.stages),
             optimizer=plan.optimizer,
             optimizer_s_per_byte=optimizer_s_per_byte,
+            warmup=plan.warmup or None,
         )
 
     def figures(self, cluster: Cluster, model: CostModel) -> ExactFigures:

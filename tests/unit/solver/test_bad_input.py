@@ -57,7 +57,7 @@ def test_a_cluster_without_devices_is_refused(devices: int | str):
 
 
 def test_one_layer_on_64_devices():
-    plan = plan_for(residual_network(1, rows=64, width=64, hidden=256), "8x8:h100-sxm")
+    plan = plan_for(residual_network(1, rows=8, width=64, hidden=256), "8x8:h100-sxm")
     assert plan.num_devices == 64
 
 
@@ -68,7 +68,7 @@ def test_a_prime_number_of_devices(count: int):
 
 
 def test_a_prime_number_of_devices_and_a_batch_that_it_divides():
-    wide = residual_network(2, rows=14 * 512, width=1024, hidden=4096)
+    wide = residual_network(2, rows=14, width=4096, hidden=16384)
     assert plan_for(wide, GPUS.format(7)).num_ranks == 7
 
 
@@ -118,7 +118,7 @@ def test_a_clock_that_ran_out_leaves_a_plan_that_says_so():
 @pytest.mark.parametrize("name", ["dgx-h100-pod", "mixed-a100-h100", "two-sites"])
 def test_example_clusters_are_planned_for(name: str):
     cluster = load_cluster(CLUSTERS / f"{name}.json")
-    graph = residual_network(4, rows=1024, width=1024, hidden=4096)
+    graph = residual_network(2, rows=16, width=1024, hidden=4096)
     asked = question(graph, cluster)
     planner = Planner(
         graph=graph,

@@ -271,3 +271,18 @@ def test_a_refusal_is_told_to_those_who_watch():
     answer = watched.ask("tiny", limit_bytes=1 << 10)
     assert isinstance(answer, InfeasibleError)
     assert lines == ["tiny: no plan fits 4:h100-sxm with 1.00 KiB per device"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [(ScheduleKind.ONE_F_ONE_B, 4), (ScheduleKind.ZERO_BUBBLE, 4), (ScheduleKind.ZBV, 4)],
+)
+def test_every_schedule_is_simulated_again_as_it_was(schedule: ScheduleKind, count: int):
+    piped = Asker(question(pp=2, schedule=schedule, num_microbatches=count))
+    plan = piped.first()[0]
+    cluster = piped.question.cluster
+    figures = Resimulator.of(plan, piped.analysis()).figures(cluster, piped.prices(cluster))
+    assert figures.step_s == pytest.approx(plan.time_s, rel=1e-12)
+    own = plan_terms(plan)
+    assert own is not None
+    assert own.total_s == pytest.approx(plan.time_s)
