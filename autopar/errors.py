@@ -94,7 +94,7 @@ class Shortfall:
         """One line: what, both numbers, remedy."""
         is_memory = self.unit == "bytes"
         needed, available = (
-            format_bytes(n) if is_memory else f"{n:,.0f} {self.unit}"
+            format_bytes(n) if is_memory else f"{n:{',.0f' if n == int(n) else '.4g'}} {self.unit}"
             for n in (self.needed, self.available)
         )
         text = f"{self.what}: needs {needed}, has {available}"

@@ -46,9 +46,10 @@ def refuse_pipelines(plan: Plan) -> None:
             sizes.setdefault(stage.device, set()).update(stage.devices)
     most = max(sizes, key=lambda name: (len(sizes[name]), name))
     raise PlanError(
-        f"the plan for {plan.cluster} has {len(plan.pipelines)} unequal pipelines on "
-        f"{', '.join(sizes)}, which can be planned, saved and shown, but not run: programs are "
-        "written for one mesh of equal stages; plan for devices of one kind "
+        f"the plan for {plan.cluster} has {len(plan.pipelines)} pipeline"
+        f"{'s' * (len(plan.pipelines) > 1)} of unequal stages on {', '.join(sizes)}, which can be "
+        "planned, saved and shown, but not run: programs are written for one mesh of equal stages; "
+        "plan for devices of one kind "
         f"(devices='{len(sizes[most])}:{most}'), or fix dp=, tp= or pp= for one mesh over all"
     )
 

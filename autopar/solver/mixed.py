@@ -20,7 +20,7 @@ from autopar.plan.pipelines import PipelinePlan, PipelineStage
 from autopar.plan.types import Candidate, MeshShape, Plan, ScheduleKind
 from autopar.solver.constraints import Constraints, applied_constraints
 from autopar.solver.mixed_build import Built, MixedBuilder
-from autopar.solver.mixed_choice import MixedAnswer, Simulated, choose
+from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, choose
 from autopar.solver.mixed_problem import (
     MixedProblem,
     PipelineChoice,
@@ -47,12 +47,14 @@ class MixedWish:
         cost_limit: The most that a step may cost.
         limit_bytes: Memory of any device; what each has if None.
         hints: Choices that are simulated beside those found.
+        num_polished: Choices whose cuts and orders are worked on further.
     """
 
     objective: Objective = Objective.TIME
     cost_limit: float | None = None
     limit_bytes: int | None = None
     hints: tuple[tuple[PipelineChoice, ...], ...] = ()
+    num_polished: int = NUM_POLISHED
 
 
 def takes_pipelines(cluster: Cluster, constraints: Constraints, *, interleaves: bool) -> bool:
@@ -78,6 +80,8 @@ def solve_mixed(
     cluster: Cluster,
     wish: MixedWish,
     progress: Callable[[str], None] | None = None,
+    *,
+    built: Built | None = None,
 ) -> tuple[Plan, dict[str, float]]:
     """The best plan of unequal pipelines.
 
@@ -87,6 +91,7 @@ def solve_mixed(
         cluster: All machines.
         wish: Objective and limits.
         progress: Called with a line of text now and then.
+        built: The problem on that cluster, or a part of it; made by the builder if left out.
 
     Returns:
         The plan, and wall-clock seconds by phase.
@@ -95,12 +100,18 @@ def solve_mixed(
         InfeasibleError: Nothing fits, or nothing is as cheap as the limit.
     """
     begin_s = monotonic()
-    built = builder.build(cluster, wish.limit_bytes)
+    built = built or builder.build(cluster, wish.limit_bytes)
     problem = built.problem
     middle_s = monotonic()
     if progress is not None:
         progress(f"{len(problem.classes)} kinds of devices, {len(problem.kinds)} kinds of stages")
-    answer = choose(problem, wish.objective, cost_limit=wish.cost_limit, hints=wish.hints)
+    answer = choose(
+        problem,
+        wish.objective,
+        cost_limit=wish.cost_limit,
+        hints=wish.hints,
+        num_polished=wish.num_polished,
+    )
     seconds = {"analysis": middle_s - begin_s, "pipelines": monotonic() - middle_s}
     if answer is None:
         raise _infeasible(problem, cluster)
@@ -207,7 +218,7 @@ def mixed_plan(built: Built, answer: MixedAnswer, model_hash: str, wish: MixedWi
         memory_limit_bytes=fullest.memory_limit_bytes,
         optimizer=analysis.optimizer,
         constraints=applied_constraints(analysis.constraints, {}),
-        runners_up=tuple(_candidate(built, s, best) for s in answer.others[:MAX_RUNNERS_UP]),
+        runners_up=tuple(_runners_up(built, answer)),
         assumptions=_assumptions(built, best),
         provenance={"prices": problem.model.source},
         pipelines=pipelines,
@@ -284,6 +295,17 @@ def pipelines_words(problem: MixedProblem, pipelines: Sequence[PipelineChoice]) 
         )
         texts.append(f"{pipeline.num_microbatches} x {kinds[0].samples} samples: {stages}")
     return " | ".join(texts)
+
+
+def _runners_up(built: Built, answer: MixedAnswer) -> list[Candidate]:
+    """The best of those that read alike, a few."""
+    found: dict[str, Candidate] = {}
+    own = pipelines_words(built.problem, answer.best.pipelines)
+    for other in answer.others:
+        words = pipelines_words(built.problem, other.pipelines)
+        if words != own and len(found) < MAX_RUNNERS_UP:
+            found.setdefault(words, _candidate(built, other, answer.best))
+    return list(found.values())
 
 
 def _candidate(built: Built, other: Simulated, best: Simulated) -> Candidate:

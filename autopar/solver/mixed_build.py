@@ -31,7 +31,6 @@ from cost_models.memory import parameter_state_bytes
 Prices = Callable[[Cluster], CostModel]
 
 LEAST_GAIN = 0.02  # more samples on a rank are tried while a sample gets faster by this share
-MAX_SAMPLES = 8  # on a rank
 MAX_SIZES = 8  # sizes of a pipeline's micro-batches
 MAX_PIPELINES = 6
 MAX_STAGES = 24
@@ -151,7 +150,7 @@ class MixedBuilder:
         batch = self._analyses[own].batch_size
         found: list[tuple[int, Priced]] = []
         samples, best_s = 1, float("inf")
-        while samples <= min(batch, MAX_SAMPLES):
+        while samples <= batch:
             if batch % samples:
                 samples += 1
                 continue

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from autopar.solver.mixed_bound import cost_bound, time_bound_s
-from autopar.solver.mixed_cuts import better_cuts, better_orders
+from autopar.solver.mixed_bound import cost_bound, device_seconds, time_bound_s
+from autopar.solver.mixed_cuts import better_cuts, better_orders, swaps
 from autopar.solver.mixed_pipelines import PipelineSearch, Template, Vector
 from autopar.solver.mixed_problem import (
     MixedFigures,
@@ -41,8 +41,8 @@ TIME_RATIO = 1.03  # grid of times when cost counts
 MAX_TIMES = 400
 PER_NUMBER = 4  # choices that are kept for each number of pipelines and slack
 NUM_SIMULATED = 40
-MAX_ACTIONS = 200_000  # forwards of all simulated choices together: a limit of work
-NUM_POLISHED = 3
+MAX_ACTIONS = 40_000  # forwards of all simulated choices together: a limit of work
+NUM_POLISHED = 6  # choices whose cuts and orders are worked on further
 SHARES_STEPS = 1 << 24
 SHARES_WORK = 1.0  # deterministic seconds
 
@@ -90,6 +90,7 @@ def choose(
     *,
     cost_limit: float | None = None,
     hints: Sequence[tuple[PipelineChoice, ...]] = (),
+    num_polished: int = NUM_POLISHED,
 ) -> MixedAnswer | None:
     """The best choice that was found, or None if nothing fits.
 
@@ -98,6 +99,7 @@ def choose(
         objective: What to minimise; for cost every class needs its ``cost_per_hour``.
         cost_limit: The most that a step may cost.
         hints: Choices that are simulated beside those found.
+        num_polished: Choices whose cuts and orders are worked on further.
     """
     search = PipelineSearch(problem)
     templates = search.templates()
@@ -118,12 +120,12 @@ def choose(
         return (*key, sum(device_counts_of(problem, item.pipelines)), len(item.pipelines))
 
     simulated.sort(key=rank)
-    for item in simulated[:NUM_POLISHED]:
+    for item in _unlike(simulated)[:num_polished]:
         turned = better_orders(search, item.pipelines)
-        finer = {better_cuts(search, item.pipelines), turned, better_cuts(search, turned)}
+        finer = {better_cuts(search, c) for c in {item.pipelines, turned}} | {turned}
+        finer |= set(swaps(search, item.pipelines))
         finer.discard(item.pipelines)
-        again = [evaluated(problem, c) for c in sorted(finer, key=str)]
-        simulated += [s for s in again if s is not None]
+        simulated += _all_simulated(problem, sorted(finer, key=str))
     simulated.sort(key=rank)
     bound_s = time_bound_s(problem)
     has_costs = all(c.cost_per_hour is not None for c in problem.classes)
@@ -142,6 +144,18 @@ def _key(item: Simulated, objective: Objective, limit: float | None) -> tuple[fl
     if objective is Objective.COST:
         return (over, float(f"{cost:.9e}"), rounded)
     return (over, rounded, cost)
+
+
+def _unlike(simulated: Sequence[Simulated]) -> list[Simulated]:
+    """The first of those with the same devices, micro-batches and numbers of stages."""
+    found: dict[object, Simulated] = {}
+    for item in simulated:
+        key = tuple(
+            (p.num_microbatches, tuple(sorted(stage.kind for stage in p.stages)))
+            for p in item.pipelines
+        )
+        found.setdefault(key, item)
+    return list(found.values())
 
 
 def _all_simulated(
@@ -202,6 +216,8 @@ class _Ways:
     def __init__(self, problem: MixedProblem, templates: Sequence[Template]) -> None:
         self.problem, self.all = problem, templates
         self.most = tuple(c.num_devices for c in problem.classes)
+        self.speeds = tuple(1.0 / max(sum(row), 1e-12) for row in device_seconds(problem))
+        self.whole_speed = self._speed(self.most)
         batch = problem.batch
         able = [t for t in templates if batch // t.samples <= t.most]
         self.alone = sorted(able, key=lambda t: t.time_s(batch // t.samples, shares=False))
@@ -210,8 +226,15 @@ class _Ways:
         """Per number of pipelines: devices in use -> the group that takes most samples."""
         found = [self._single(step_s, shares=False)]
         parts = _undominated(self._single(step_s, shares=True))
-        layer: dict[Vector, _Group] = dict(parts)
         batch = self.problem.batch
+        density = max((g.samples / self._speed(v) for v, g in parts), default=0.0)
+
+        def is_promising(vector: Vector, group: _Group) -> bool:
+            """Whether the devices that are left could do the rest: none has a better density."""
+            left = self.whole_speed - self._speed(vector)
+            return group.samples + density * left >= batch * (1 - 1e-9)
+
+        layer = {v: g for v, g in parts if is_promising(v, g)}
         for _ in range(1, self.problem.max_pipelines):
             fresh: dict[Vector, _Group] = {}
             for vector, group in layer.items():
@@ -225,11 +248,16 @@ class _Ways:
                     old = fresh.get(at)
                     if old is None or samples > old.samples:
                         fresh[at] = _Group(samples, part.template, group)
+            fresh = {v: g for v, g in fresh.items() if is_promising(v, g)}
             found.append(fresh)
             layer = dict(_undominated(fresh))
             if not layer:
                 break
         return found
+
+    def _speed(self, vector: Vector) -> float:
+        """Samples per second of devices that never wait."""
+        return sum(s * n for s, n in zip(self.speeds, vector, strict=True))
 
     def _single(self, step_s: float, *, shares: bool) -> dict[Vector, _Group]:
         best: dict[Vector, _Group] = {}

@@ -19,7 +19,7 @@ choice at hand, so the answer is never worse by this objective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ortools.sat.python import cp_model
@@ -29,7 +29,7 @@ from autopar.solver.mixed_problem import PipelineChoice, StageChoice
 
 MEMORY_UNIT_BYTES = 1 << 16
 TIME_STEPS = 1 << 22
-WORK_LIMIT = 1.0  # deterministic seconds
+WORK_LIMIT = 0.4  # deterministic seconds
 MAX_ROUNDS = 4  # of swaps
 
 
@@ -37,14 +37,33 @@ def better_cuts(
     search: PipelineSearch, pipelines: Sequence[PipelineChoice]
 ) -> tuple[PipelineChoice, ...]:
     """Every pipeline cut again for the micro-batches that it has."""
-    return tuple(_cut_again(search, pipeline) for pipeline in pipelines)
+    made = {pipeline: _cut_again(search, pipeline) for pipeline in dict.fromkeys(pipelines)}
+    return tuple(made[pipeline] for pipeline in pipelines)
 
 
 def better_orders(
     search: PipelineSearch, pipelines: Sequence[PipelineChoice]
 ) -> tuple[PipelineChoice, ...]:
     """Every pipeline with its kinds of stages in a better order: neighbours are swapped."""
-    return tuple(_turned(search, pipeline) for pipeline in pipelines)
+    made = {pipeline: _turned(search, pipeline) for pipeline in dict.fromkeys(pipelines)}
+    return tuple(made[pipeline] for pipeline in pipelines)
+
+
+def swaps(
+    search: PipelineSearch, pipelines: Sequence[PipelineChoice]
+) -> Iterator[tuple[PipelineChoice, ...]]:
+    """Choices in which two neighbouring stages of one pipeline (and its equals) change places."""
+    for pipeline in dict.fromkeys(pipelines):
+        kinds = [stage.kind for stage in pipeline.stages]
+        most = min(pipeline.num_microbatches, len(kinds))
+        for s in range(len(kinds) - 1):
+            if kinds[s] == kinds[s + 1]:
+                continue
+            other = [*kinds[:s], kinds[s + 1], kinds[s], *kinds[s + 2 :]]
+            found = search.cut(other, most=most)
+            if found is not None:
+                turned = found.choice(pipeline.num_microbatches)
+                yield tuple(turned if p == pipeline else p for p in pipelines)
 
 
 def _turned(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:

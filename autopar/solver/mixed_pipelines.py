@@ -16,7 +16,6 @@ Classes with many devices are counted in units, so that no class has more than
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,7 +30,9 @@ from autopar.solver.mixed_runs import RunPrices, run_prices
 
 MAX_UNITS = 24
 PERIOD_RATIO = 1.1  # of the grid; what is found is cut again at its own least period
-BISECTIONS = 24
+BISECTIONS = 40
+PRECISION = 1e-4  # of a least period
+MAX_VARIANTS = 3  # of the first stage, where several kinds finish with the same devices
 FEW_MICROBATCHES = 4  # of the whole batch: pipelines may then have more stages than micro-batches
 NO_CAP = 1 << 30
 MAX_PER_VECTOR = 6  # pipelines kept for a vector and a size of micro-batches
@@ -123,11 +124,11 @@ class PipelineSearch:
         found: list[Template] = []
         for samples in sorted({kind.samples for kind in self.problem.kinds}):
             for cap in self._caps(samples):
-                sequences: dict[tuple[int, ...], None] = {}
+                sequences: dict[tuple[int, ...], float] = {}
                 for period_s in self._periods(samples, most):
-                    found_now = self._finishing(samples, period_s, most, cap)
-                    sequences.update(dict.fromkeys(found_now))
-                made = [self.cut(kinds, most=cap) for kinds in sequences]
+                    for kinds in self._finishing(samples, period_s, most, cap):
+                        sequences.setdefault(kinds, period_s)
+                made = [self.cut(k, most=cap, near_s=p) for k, p in sequences.items()]
                 found += _not_beaten([t for t in made if t is not None])
         return tuple(found)
 
@@ -184,6 +185,7 @@ class PipelineSearch:
         done: list[tuple[Vector, tuple[int, ...]]] = []
         for flight in range(1, min(self.problem.max_stages, self.problem.num_blocks) + 1):
             fresh: dict[Vector, tuple[int, _Link | None]] = {}
+            ended: dict[Vector, list[_Link]] = {}
             for vector, (high, link) in sorted(layer.items(), key=lambda item: item[0]):
                 for index in usable:
                     kind = self.problem.kinds[index]
@@ -192,19 +194,21 @@ class PipelineSearch:
                     if count > most[c]:
                         continue
                     at = (*vector[:c], count, *vector[c + 1 :])
-                    if any(all(a <= b for a, b in zip(v, at, strict=True)) for v, _ in done):
-                        continue  # fewer devices do all of it already, with no more stages
                     self.num_states += 1
                     low = self._fill(index, high, min(flight, cap), period_s)
-                    if low >= high or low >= best.get(at, high):
+                    if low >= high or (low and low >= best.get(at, high)):
                         continue
+                    if any(
+                        all(a <= b for a, b in zip(v, at, strict=True)) for v, _ in done if v != at
+                    ):
+                        continue  # fewer devices do all of it already, with no more stages
                     best[at] = low
                     fresh[at] = (low, _Link(index, link))
-            ended = sorted(v for v, (low, _) in fresh.items() if low == 0)
-            for vector in ended:
-                last = fresh.pop(vector)[1]
-                assert last is not None
-                done.append((vector, tuple(last.kinds())))
+                    if low == 0:  # several kinds may finish: which is best is seen later
+                        ended.setdefault(at, []).append(_Link(index, link))
+            for vector, links in sorted(ended.items(), key=lambda item: item[0]):
+                fresh.pop(vector, None)
+                done += [(vector, tuple(last.kinds())) for last in links[:MAX_VARIANTS]]
             layer = fresh
             if not layer:
                 break
@@ -232,19 +236,26 @@ class PipelineSearch:
                 low = middle
         return known
 
-    def cut(self, kinds: Sequence[int], *, most: int = NO_CAP) -> Template | None:
+    def cut(
+        self, kinds: Sequence[int], *, most: int = NO_CAP, near_s: float = 0.0
+    ) -> Template | None:
         """The cuts of least period for a sequence of kinds; None if it does not fit.
 
         Args:
             kinds: In forward order.
             most: Most micro-batches that go through it.
+            near_s: A period that is possible, and not much above the least; 0 if none is known.
         """
-        cuts = self._least_cuts(kinds, most)
+        cuts = self._least_cuts(kinds, most, near_s)
         return None if cuts is None else self.template(kinds, cuts, most=most)
 
-    def _least_cuts(self, kinds: Sequence[int], most: int) -> list[int] | None:
-        high_s = sum(self.prices[k].time_s(0, self.problem.num_blocks, 1) for k in kinds)
-        if math.isinf(high_s):
+    def _least_cuts(self, kinds: Sequence[int], most: int, near_s: float) -> list[int] | None:
+        low_s = 0.0
+        if near_s and self._cuts_at(kinds, near_s, most) is not None:
+            high_s = near_s
+            if self._cuts_at(kinds, near_s / PERIOD_RATIO, most) is None:
+                low_s = near_s / PERIOD_RATIO
+        else:
             high_s = 2 * sum(
                 max(o.total_s for o in b.options)
                 for k in kinds
@@ -253,8 +264,9 @@ class PipelineSearch:
         best = self._cuts_at(kinds, high_s, most)
         if best is None:
             return None
-        low_s = 0.0
         for _ in range(BISECTIONS):
+            if high_s - low_s <= high_s * PRECISION:
+                break
             middle_s = (low_s + high_s) / 2
             found = self._cuts_at(kinds, middle_s, most)
             if found is None:

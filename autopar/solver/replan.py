@@ -24,7 +24,7 @@ from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
 from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
 from autopar.solver.mixed_build import Built
-from autopar.solver.mixed_choice import MixedAnswer, Simulated, evaluated, shares
+from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, evaluated, shares
 from autopar.solver.mixed_pipelines import PipelineSearch, Template
 from autopar.solver.mixed_problem import PipelineChoice, StageChoice, place
 from autopar.solver.planning import Planner, cost_of
@@ -91,7 +91,7 @@ class Replan:
                     f"{format_time(self.break_even_s)} from the start of the move"
                 )
         if not self.is_thorough:
-            lines.append("searched: shapes of the old tp; thorough=True searches all")
+            lines.append("searched: shapes near the old one; thorough=True searches all")
         return "\n".join(lines)
 
 
@@ -185,8 +185,7 @@ def replan(planner: Planner, plan: Plan, change: Change, *, thorough: bool = Fal
         ConstraintError: The constraints contradict it.
     """
     if planner.takes_pipelines(change.cluster):
-        found, stay = _pipelines(planner, plan, change)
-        is_thorough = True
+        found, stay, is_thorough = _pipelines(planner, plan, change, thorough=thorough)
     else:
         found, stay, is_thorough = _mesh(planner, plan, change, thorough=thorough)
     if stay is not None and stay.time_s < found.time_s:
@@ -277,22 +276,43 @@ def _fewer_data_ranks(planner: Planner, plan: Plan, cluster: Cluster) -> Plan | 
 
 
 # -- pipelines -----------------------------------------------------------------------------------
-def _pipelines(planner: Planner, plan: Plan, change: Change) -> tuple[Plan, Plan | None]:
+def _pipelines(
+    planner: Planner, plan: Plan, change: Change, *, thorough: bool
+) -> tuple[Plan, Plan | None, bool]:
     goal = planner.goal
     built = planner.builder.build(change.cluster)
-    choice = _those_left(built, plan)
+    parts = [built] if thorough or not plan.pipelines else [_near(built, plan), built]
     stay: Plan | None = None
-    wish = MixedWish(objective=goal.objective, cost_limit=goal.cost_limit)
-    if choice is not None:
-        simulated = evaluated(built.problem, choice)
-        if simulated is not None:
+    for part in parts:
+        wish = MixedWish(
+            objective=goal.objective,
+            cost_limit=goal.cost_limit,
+            num_polished=NUM_POLISHED if part is built else 1,
+        )
+        choice = _those_left(part, plan)
+        simulated = None if choice is None else evaluated(part.problem, choice)
+        if choice is not None and simulated is not None:
             answer = _alone(simulated)
-            stay = planner.dress(mixed_plan(built, answer, planner.model_hash, wish))
+            stay = planner.dress(mixed_plan(part, answer, planner.model_hash, wish))
             wish = replace(wish, hints=(choice,))
-    found, _ = solve_mixed(
-        planner.builder, planner.model_hash, change.cluster, wish, planner.progress
-    )
-    return planner.dress(found), stay
+        try:
+            found, _ = solve_mixed(
+                planner.builder, planner.model_hash, change.cluster, wish, planner.progress,
+                built=part,
+            )  # fmt: skip
+        except InfeasibleError:
+            if part is built:
+                raise
+            continue  # no shape near the old one is possible: all others are asked
+        return planner.dress(found), stay, part is built
+    raise AssertionError("the last part returns or raises")
+
+
+def _near(built: Built, plan: Plan) -> Built:
+    """The problem with those kinds of stages whose micro-batches the old plan has."""
+    sizes = {p.microbatch_samples for p in plan.pipelines}
+    kinds = tuple(k for k in built.problem.kinds if k.samples in sizes)
+    return replace(built, problem=replace(built.problem, kinds=kinds)) if kinds else built
 
 
 def _alone(simulated: Simulated) -> MixedAnswer:
