@@ -89,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     fixed = plan.add_argument_group("decisions", "what is left out is the solver's to decide")
     for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
         fixed.add_argument(f"--{name}", type=int, metavar="N")
-    fixed.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved"])
+    kinds = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+    fixed.add_argument("--schedule", choices=kinds)
+    fixed.add_argument(
+        "--warmup", metavar="N,N,...", type=_depths, help="1F1B: forwards before the first backward"
+    )
     fixed.add_argument("--recompute", choices=["none", "selective", "full"])
     plan.set_defaults(run=_plan)
 
@@ -164,7 +168,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _decisions(args: argparse.Namespace) -> ConstraintOptions:
     """The decisions that were given, as arguments of ``compile``."""
-    names = ("dp", "tp", "pp", "virtual", "num_microbatches", "zero", "schedule", "recompute")
+    names = ("dp", "tp", "pp", "virtual", "num_microbatches", "zero", "schedule", "recompute",
+             "warmup")  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return cast("ConstraintOptions", given)
 
@@ -220,6 +225,13 @@ def _show(plan: Plan, *, as_json: bool, width: int | None = None) -> None:
         print(json.dumps(plan_summary(plan), indent=1))
     else:
         print_plan(plan, width=width)
+
+
+def _depths(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of depths, such as 3,2,1")
+    return [int(part) for part in parts]
 
 
 def _width(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
 from autopar.ir.graph import Arg, Meta
-from autopar.plan.types import DP_AXIS, PP_AXIS, TP_AXIS, MeshShape
+from autopar.plan.types import DP_AXIS, PP_AXIS, TP_AXIS, MeshShape, StagePlacement
 
 
 class CostModel(Protocol):
@@ -109,8 +109,9 @@ def slowest_group(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[int, ..
     groups = axis_groups(mesh, axis)
     if axis == PP_AXIS and mesh.pp > 1:
         # the last stage hands over to the first where stages are dealt round robin
+        wraps = mesh.virtual > 1 and mesh.placement is StagePlacement.LOOP
         hops = [(g[i], g[(i + 1) % mesh.pp]) for g in groups for i in range(mesh.pp)]
-        groups = tuple(hops if mesh.virtual > 1 else [h for h in hops if h[0] < h[1]])
+        groups = tuple(hops if wraps else [h for h in hops if h[0] < h[1]])
 
     def slowness(group: tuple[int, ...]) -> tuple[float, float]:
         link = cluster.link_for(group)

@@ -16,13 +16,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.errors import ConfigError
-from autopar.ir.graph import Graph, InputKind, Node
+from autopar.ir.graph import Graph, InputKind, Node, OutputKind
 from autopar.plan.actions import Action, ActionKind
 from autopar.plan.types import MemoryParts
+from cost_models.lanes import Lane
 from cost_models.liveness import liveness
 from cost_models.spans import Simulation, Span
 
 K = ActionKind
+_MESSAGES = frozenset({K.SEND_F, K.RECV_F, K.SEND_B, K.RECV_B})
 _WORDS = {
     K.FORWARD: "forward",
     K.BACKWARD: "backward",
@@ -96,6 +98,7 @@ class ProgramMemory:
 def program_memory(
     graph: Graph,
     *,
+    held_outputs: Collection[OutputKind] = (OutputKind.SAVED,),
     freed_inputs: Collection[InputKind] = (),
     input_groups: Mapping[str, str] | None = None,
     op_time_s: Callable[[Node], float] | None = None,
@@ -104,11 +107,14 @@ def program_memory(
 
     Args:
         graph: The program.
+        held_outputs: As of :func:`cost_models.liveness.liveness`.
         freed_inputs: As of :func:`cost_models.liveness.liveness`.
         input_groups: As there.
         op_time_s: Seconds of an operator; equal ones if left out.
     """
-    found = liveness(graph, freed_inputs=freed_inputs, input_groups=input_groups)
+    found = liveness(
+        graph, held_outputs=held_outputs, freed_inputs=freed_inputs, input_groups=input_groups
+    )
     seconds = tuple(map(op_time_s, graph.nodes)) if op_time_s is not None else ()
     return ProgramMemory(found.timeline, tuple(graph.nodes), seconds)
 
@@ -282,6 +288,28 @@ def memory_timelines(
     return tuple(made)
 
 
+def order_timeline(
+    rank: int, actions: Sequence[Action], stages: Mapping[int, StageMemory]
+) -> MemoryTimeline:
+    """Memory of a pipeline rank over its action list, each action a second long.
+
+    What a device holds follows from what it has done, not from when: the most is that of any
+    simulation of the list in which nothing overlaps.
+
+    Args:
+        rank: Pipeline rank.
+        actions: Its list; actions of stages that are left out of ``stages`` do nothing.
+        stages: Bytes by stage.
+    """
+    own = [a for a in actions if a.stage in stages and a.kind not in _MESSAGES]
+    spans = [
+        Span(rank, Lane.COMPUTE, action, float(at), at + 1.0, position=at)
+        for at, action in enumerate(own)
+    ]
+    device = _Device(stages, {a.stage for a in own}, every_operator=False)
+    return MemoryTimeline(rank, device.points(spans))
+
+
 @dataclass(slots=True)
 class _Run:
     """One action: from the start of its first part to the end of the last that holds it back."""
@@ -311,7 +339,10 @@ class _Device:
     """Bytes of one device while its actions are gone through."""
 
     def __init__(
-        self, stages: Sequence[StageMemory], own: Collection[int], every_operator: bool
+        self,
+        stages: Sequence[StageMemory] | Mapping[int, StageMemory],
+        own: Collection[int],
+        every_operator: bool,
     ) -> None:
         self.stages = stages
         self.every_operator = every_operator

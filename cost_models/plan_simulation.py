@@ -8,7 +8,8 @@ backward. What was decided with, :mod:`autopar.solver.exact`, had the programs.
 from __future__ import annotations
 
 from autopar.plan.actions import Action, ActionKind
-from autopar.plan.schedule import action_lists, compute_order
+from autopar.plan.orders import plan_order
+from autopar.plan.schedule import action_lists
 from autopar.plan.types import Plan, ScheduleKind, StagePlan
 from cost_models.lanes import Lane, Segment
 from cost_models.memory_timeline import MemoryTimeline, ProgramMemory, StageMemory, memory_timelines
@@ -16,6 +17,7 @@ from cost_models.simulate import StageSeconds, simulate
 from cost_models.spans import Simulation
 
 K = ActionKind
+_PASSES = (K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT)
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -28,7 +30,7 @@ def simulate_plan(plan: Plan) -> Simulation:
         plan: With figures of its stages; without, everything takes 0 seconds.
     """
     mesh, count = plan.mesh, plan.num_microbatches
-    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, count)
+    order = plan_order(plan)
     ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
     trains = plan.schedule is not ScheduleKind.FORWARD
     lists = action_lists(
@@ -38,10 +40,9 @@ def simulate_plan(plan: Plan) -> Simulation:
         backward_edges=[(t, s) for s, t in ahead] if trains else (),
         zero_levels=[stage.zero_level for stage in plan.stages],
     )
-    own = [range(rank, mesh.num_stages, mesh.pp) for rank in range(mesh.pp)]
     with_update = [
-        [*row, *(Action(stage, K.OPTIMIZER) for stage in stages if trains)]
-        for row, stages in zip(lists, own, strict=True)
+        [*row, *(Action(stage, K.OPTIMIZER) for stage in mesh.stages_of(rank) if trains)]
+        for rank, row in enumerate(lists)
     ]
     links = {(s, t): plan.stages[s].time.p2p_s for e in ahead for s, t in (e, e[::-1])}
     return simulate(with_update, [_seconds(s, count) for s in plan.stages], p2p_s=links)
@@ -58,14 +59,16 @@ def plan_memory(plan: Plan, simulation: Simulation) -> tuple[MemoryTimeline, ...
     for stage in plan.stages:
         parts = stage.memory
         transient = ProgramMemory((0, parts.transient_bytes, 0))
+        saved = parts.activations_bytes // max(1, stage.num_in_flight)
         stages.append(
             StageMemory(
                 params_bytes=parts.params_bytes,
                 grads_bytes=parts.grads_bytes,
                 optimizer_bytes=parts.optimizer_bytes,
                 buffers_bytes=parts.buffers_bytes,
-                saved_bytes=parts.activations_bytes // max(1, stage.num_in_flight),
-                programs={K.FORWARD: transient, K.BACKWARD: transient},
+                saved_bytes=saved,
+                weight_saved_bytes=saved,
+                programs=dict.fromkeys(_PASSES, transient),
             )
         )
     return memory_timelines(simulation, stages)
@@ -89,8 +92,13 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
             return [compute]
         return [compute, Segment(lane=Lane.INTRA, seconds=comm_s, label="collectives")]
 
+    # where the collectives of a backward stand is not known: first with the inputs' gradients
+    input_s = max(0.0, time.backward_s - time.weight_s)
+    input_comm_s = min(time.backward_comm_s, input_s)
     return StageSeconds(
         segments={
+            K.BACKWARD_INPUT: parts(input_s, input_comm_s),
+            K.BACKWARD_WEIGHT: parts(time.weight_s, time.backward_comm_s - input_comm_s),
             K.FORWARD: parts(time.forward_s, time.forward_comm_s),
             K.BACKWARD: parts(time.backward_s, time.backward_comm_s),
             K.REDUCE_GRAD: parts(time.reduce_s / reductions, time.reduce_s / reductions),

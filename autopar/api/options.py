@@ -26,7 +26,10 @@ class ConstraintOptions(TypedDict, total=False):
         pp: Pipeline ranks.
         virtual: Stages per pipeline rank.
         num_microbatches: Micro-batches per step.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"`` (ZB-H1) or ``"zbv"``
+            (ZB-V).
+        warmup: For 1F1B, the forwards that each pipeline rank runs before its first backward, such
+            as ``(5, 3, 1)``.
         zero: ZeRO level, 0 to 3; from 1 on there are 2 data ranks or more, since it splits over
             them.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
@@ -54,6 +57,7 @@ class ConstraintOptions(TypedDict, total=False):
     sequence_parallel: bool | None
     microbatch_statistics: bool
     expert_capacity: float | None
+    warmup: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class UserConstraints:
     sequence_parallel: bool | None = None
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
+    warmup: Sequence[int] | None = None
 
     def for_solver(self) -> Constraints:
         """The same in the solver's type.
@@ -88,10 +93,11 @@ class UserConstraints:
                 kinds = [k for k in ScheduleKind if k is not ScheduleKind.FORWARD]
                 words = ", ".join(repr(k.value) for k in kinds)
                 raise ConfigError(f"schedule={self.schedule!r}: must be one of {words}") from None
+        pp = len(self.warmup) if self.pp is None and self.warmup is not None else self.pp
         return Constraints(
             dp=self.dp,
             tp=self.tp,
-            pp=self.pp,
+            pp=pp,
             virtual=self.virtual,
             num_microbatches=self.num_microbatches,
             schedule=kind,
@@ -102,6 +108,7 @@ class UserConstraints:
             sequence_parallel=self.sequence_parallel,
             microbatch_statistics=self.microbatch_statistics,
             expert_capacity=self.expert_capacity,
+            warmup=None if self.warmup is None else tuple(self.warmup),
         )
 
 
@@ -137,6 +144,9 @@ def _check_kinds(options: Mapping[str, object]) -> None:
             wanted = "a number, such as 1.5"
         elif name in _SWITCHES:
             fits, wanted = isinstance(value, bool), "True or False"
+        elif name == "warmup":
+            fits = _are_counts(value)
+            wanted = "a list of whole numbers, such as [3, 2, 1]"
         elif name == "stages":
             fits, wanted = _are_texts(value), "a list of module names, such as ['layers.4']"
         elif name == "placements":
@@ -148,6 +158,12 @@ def _check_kinds(options: Mapping[str, object]) -> None:
             fits, wanted = isinstance(value, str), "a word"
         if not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+
+
+def _are_counts(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(type(item) is int for item in value)
 
 
 def _are_texts(value: object) -> bool:

@@ -4,8 +4,8 @@ A plan from the solver is; one that was edited by hand, or made for other machin
 Rules, each with the numbers that clash:
 
 1. The mesh is no larger than the devices, and there is at least one micro-batch.
-2. There are ``pp * virtual`` stages, numbered in order; 1F1B and GPipe as the schedule allows.
-3. Stage ``s`` has the block of ``dp * tp`` ranks of its pipeline rank ``s % pp``.
+2. There are ``pp * virtual`` stages, numbered in order; mesh and warm-up fit the schedule.
+3. Stage ``s`` has the block of ``dp * tp`` ranks of its pipeline rank.
 4. Splits are texts of strategies or placements, on the axes mb, dp, tp.
 5. The predicted peak is within the memory limit, and within every device of the cluster.
 """
@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, ShardingError
-from autopar.plan.schedule import compute_order, in_flight
-from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan, ScheduleKind
+from autopar.plan.orders import plan_order, schedule_fault
+from autopar.plan.schedule import in_flight
+from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan
 from autopar.sharding.placement import parse_placement
 from autopar.sharding.signature import AxisStrategy
 
@@ -52,8 +53,9 @@ def _sizes(plan: Plan) -> Iterator[str]:
         yield f"mesh {mesh} needs {mesh.num_ranks} devices, the plan has {plan.num_devices}"
     if plan.num_microbatches < 1:
         yield f"there are {plan.num_microbatches} micro-batches, the least is 1"
-    if plan.schedule is ScheduleKind.ONE_F_ONE_B and mesh.virtual > 1:
-        yield f"schedule '1f1b' has 1 stage per pipeline rank, the mesh has {mesh.virtual}"
+    fault = schedule_fault(plan.schedule, mesh, plan.warmup)
+    if fault:
+        yield fault
 
 
 def _stages(plan: Plan) -> Iterator[str]:
@@ -67,8 +69,8 @@ def _stages(plan: Plan) -> Iterator[str]:
         )
         return
     order = None
-    if not (plan.schedule is ScheduleKind.ONE_F_ONE_B and mesh.virtual > 1):
-        order = compute_order(plan.schedule, mesh.pp, mesh.virtual, plan.num_microbatches)
+    if not schedule_fault(plan.schedule, mesh, plan.warmup):
+        order = plan_order(plan)
     width = mesh.dp * mesh.tp
     for position, stage in enumerate(plan.stages):
         if stage.index != position:

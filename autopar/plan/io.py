@@ -24,17 +24,25 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 3
-READABLE = (1, 2, 3)
+VERSION = 4
+READABLE = (1, 2, 3, 4)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-_LATER: Mapping[str, tuple[Json, int]] = {
-    "precision": (None, 2),
-    "precision_words": ({}, 2),
-    "peak_at": ("", 3),
+_LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
+    "Plan": {
+        "precision": (None, 2),
+        "precision_words": ({}, 2),
+        "peak_at": ("", 3),
+        "warmup": (None, 4),
+        "rank_bytes": ([], 4),
+        "model_gap": (0.0, 4),
+    },
+    "MeshShape": {"placement": ("loop", 4)},
+    "TimeParts": {"weight_s": (0.0, 4)},
+    "Candidate": {"terms": (None, 4), "warmup": (None, 4)},
 }
-"""Fields of the plan that came later: their value in older files, and the first version."""
+"""Record -> fields that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _REDO = "restore the file, or plan again"
@@ -90,10 +98,7 @@ def plan_from_json(text: str, *, source: str = "<text>", accept_edits: bool = Fa
             f"its content has {found:.12}...; plan again, or accept the edit with "
             "load_plan(path, accept_edits=True) or --accept-edits"
         )
-    value = _with_texts(body, source)
-    if isinstance(value, dict):
-        value = {**{n: v for n, (v, since) in _LATER.items() if since > version}, **value}
-    return cast(Plan, _Reader(source).read(value, Plan, "plan"))
+    return cast(Plan, _Reader(source, version).read(_with_texts(body, source), Plan, "plan"))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -218,8 +223,9 @@ def _with_texts(body: Mapping[str, Json], source: str) -> Json:
 class _Reader:
     """Turns JSON values into the types of the plan's fields; knows the file's name for messages."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, version: int) -> None:
         self.source = source
+        self.version = version
         self.hints: dict[type, dict[str, object]] = {}
 
     def read(self, value: Json, kind: object, where: str) -> object:
@@ -267,6 +273,8 @@ class _Reader:
             resolved = get_type_hints(kind)
             self.hints[kind] = {f.name: resolved[f.name] for f in fields(kind)}
         hints = self.hints[kind]
+        later = _LATER.get(kind.__name__, {})
+        value = {**{n: v for n, (v, since) in later.items() if since > self.version}, **value}
         missing = [name for name in hints if name not in value]
         unknown = [name for name in value if name not in hints]
         if missing or unknown:

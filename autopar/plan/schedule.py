@@ -97,6 +97,11 @@ def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: i
             rounds, all_first = [num_microbatches], False
         case ScheduleKind.INTERLEAVED:
             rounds, all_first = round_sizes(pp, num_microbatches), False
+        case _:
+            raise ConfigError(
+                f"compute_order: schedule {kind.value!r} splits backwards; its order is that of "
+                "autopar.plan.orders.order_of"
+            )
     forwards, backwards = _chunk_orders(rounds, virtual)
     total = len(forwards)
     result = []
@@ -166,6 +171,49 @@ def in_flight(order: Order, stage: int) -> int:
     return most
 
 
+class Alive(NamedTuple):
+    """Micro-batches in flight in a stage: before their backward, and between its two halves."""
+
+    before: int
+    between: int
+
+
+def alive_together(order: Order) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+    """What is in flight in all stages of a rank at once: moments that no other one exceeds.
+
+    Per pipeline rank, tables of stage -> micro-batches whose forward has begun, and of those whose
+    backward is half done. Where there are no backwards it is 1 for one stage at a time.
+
+    >>> order = compute_order(ScheduleKind.INTERLEAVED, pp=1, virtual=2, num_microbatches=2)
+    >>> [{s: n.before for s, n in moment.items()} for moment in alive_together(order)[0]]
+    [{0: 1, 1: 1}, {0: 2, 1: 0}]
+    """
+    return tuple(_alive(row) for row in order)
+
+
+def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, Alive], ...]:
+    stages = sorted({c.stage for c in row})
+    if all(c.kind is F for c in row):
+        return tuple({s: Alive(int(s == one), 0) for s in stages} for one in stages)
+    alive = dict.fromkeys(stages, Alive(0, 0))
+    seen: dict[tuple[int, ...], None] = {}
+    for stage, kind, _ in row:
+        before, between = alive[stage]
+        alive[stage] = {
+            F: Alive(before + 1, between),
+            I: Alive(before - 1, between + 1),
+            W: Alive(before, between - 1),
+        }.get(kind, Alive(before - 1, between))
+        if kind in (F, I):
+            seen[tuple(n for pair in alive.values() for n in pair)] = None
+    most = [
+        v
+        for v in seen
+        if not any(o != v and all(a >= b for a, b in zip(o, v, strict=True)) for o in seen)
+    ]
+    return tuple({s: Alive(v[2 * at], v[2 * at + 1]) for at, s in enumerate(stages)} for v in most)
+
+
 def action_lists(
     order: Order,
     mesh: MeshShape,
@@ -182,8 +230,8 @@ def action_lists(
     and the RECVs it needs, itself, the SENDs of what it made, RESHARD, REDUCE_GRAD; last SYNC_TIED.
 
     Args:
-        order: From :func:`compute_order` or :func:`forward_order`; or one of
-            :mod:`autopar.plan.zero_bubble`, whose stages may lie on other ranks than the mesh says.
+        order: From :func:`autopar.plan.orders.order_of` or :func:`forward_order`. A rank's stages
+            are those that it computes, whatever the mesh says.
         mesh: Tells the number of stages.
         forward_edges: (s, t), s < t, where a forward of t reads a value of the forward of s. Any
             pair, neighbours or not: a value that skips stages is sent straight.

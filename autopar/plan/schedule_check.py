@@ -20,6 +20,8 @@ K = ActionKind
 _SENDS = {K.SEND_F: K.FORWARD, K.SEND_B: K.BACKWARD}
 _RECEIVES = {K.RECV_F: K.FORWARD, K.RECV_B: K.BACKWARD}
 _TIES = (K.FETCH_TIED, K.SYNC_TIED)
+# which pass a compute belongs to, by what it reads of other stages
+_PASS = {K.FORWARD: K.FORWARD, K.BACKWARD: K.BACKWARD, K.BACKWARD_INPUT: K.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,11 @@ class _Check:
     tied: frozenset[Edge]
 
     def needs(self, action: Action) -> list[_Message]:
-        """Values of other stages that an F or B reads."""
-        edges = self.forward_edges if action.kind is K.FORWARD else self.backward_edges
+        """Values of other stages that an F, a B or the I of one reads."""
+        kind = _PASS[action.kind]
+        edges = self.forward_edges if kind is K.FORWARD else self.backward_edges
         return [
-            _Message(source, target, action.kind, action.microbatch)
+            _Message(source, target, kind, action.microbatch)
             for source, target in sorted(edges)
             if target == action.stage
         ]
@@ -126,9 +129,13 @@ class _Check:
             message, gives = self.tie_message(action)
             if not gives and message not in state.sent.get(self.channel(message), ()):
                 return f"the tied weight {message}"
-        if action.kind not in (K.FORWARD, K.BACKWARD):
+        if action.kind is K.BACKWARD_WEIGHT:
+            if (action.stage, K.BACKWARD, action.microbatch) not in state.computed:
+                raise DeadlockError(f"pipeline rank {rank} runs {action} before its other half")
             return ""
-        if action.kind is K.BACKWARD:
+        if action.kind not in _PASS:
+            return ""
+        if _PASS[action.kind] is K.BACKWARD:
             own = (action.stage, K.FORWARD, action.microbatch)
             if own not in state.computed:
                 raise DeadlockError(f"pipeline rank {rank} runs {action} before its forward")
@@ -148,10 +155,11 @@ class _Check:
 
     def perform(self, state: _State, rank: int, action: Action) -> None:
         """Do ``action``, which has nothing to wait for."""
-        if action.kind in (K.FORWARD, K.BACKWARD):
+        if action.kind in (*_PASS, K.BACKWARD_WEIGHT):
             if action.stage not in state.unsharded:
                 raise DeadlockError(f"pipeline rank {rank} runs {action} while it is not unsharded")
-            state.computed.add((action.stage, action.kind, action.microbatch))
+            kind = _PASS.get(action.kind, action.kind)
+            state.computed.add((action.stage, kind, action.microbatch))
         elif action.kind is K.UNSHARD:
             state.unsharded.add(action.stage)
         elif action.kind is K.RESHARD:

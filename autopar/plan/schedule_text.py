@@ -14,7 +14,8 @@ from autopar.errors import DeadlockError
 from autopar.plan.actions import ActionKind
 from autopar.plan.schedule import Compute, Order
 
-F = ActionKind.FORWARD
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
 def unit_spans(
@@ -27,7 +28,8 @@ def unit_spans(
     Args:
         order: Per pipeline rank, what it computes.
         forward_units: Length of a forward.
-        backward_units: Length of a backward.
+        backward_units: Length of a backward; the two halves of a split one share it, the larger
+            part is that of the inputs.
 
     Returns:
         (Start, end) in units, from 0.
@@ -39,6 +41,13 @@ def unit_spans(
     spans: dict[Compute, tuple[int, int]] = {}
     positions = [0] * len(order)
     clocks = [0] * len(order)
+    weight_units = backward_units // 2
+    lengths = {
+        F: forward_units,
+        B: backward_units,
+        INPUT: backward_units - weight_units,
+        WEIGHT: weight_units,
+    }
     moved = True
     while moved:
         moved = False
@@ -49,7 +58,7 @@ def unit_spans(
                 if any(n not in spans for n in needed):
                     break
                 start = max([clocks[rank], *(spans[n][1] for n in needed)])
-                units = forward_units if compute.kind is F else backward_units
+                units = lengths[compute.kind]
                 clocks[rank] = start + units
                 spans[compute] = (start, clocks[rank])
                 positions[rank] += 1
@@ -68,6 +77,8 @@ def _needed(compute: Compute, last: int) -> list[Compute]:
     stage, kind, microbatch = compute
     if kind is F:
         return [Compute(stage - 1, kind, microbatch)] if stage else []
+    if kind is WEIGHT:
+        return [Compute(stage, INPUT, microbatch)]
     own = [Compute(stage, F, microbatch)]
     return own if stage == last else [*own, Compute(stage + 1, kind, microbatch)]
 
@@ -76,6 +87,8 @@ def draw_schedule(
     order: Order, *, max_width: int = 100, forward_units: int = 1, backward_units: int = 2
 ) -> str:
     """The time grid: ``F3`` is the forward of micro-batch 3, ``B3 --`` its backward, ``..`` idle.
+
+    Where backwards are split, ``I3`` makes the gradients of the inputs, ``W3`` those of weights.
 
     With several stages per rank each cell begins with its stage, as in ``5F3``. What does not fit
     into ``max_width`` columns is cut and counted.

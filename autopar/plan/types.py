@@ -20,12 +20,33 @@ PP_AXIS = "pp"
 
 
 class ScheduleKind(StrEnum):
-    """Order of forward and backward micro-batches; ``FORWARD`` has no backwards: inference."""
+    """Order of forward and backward micro-batches; ``FORWARD`` has no backwards: inference.
+
+    ``ZERO_BUBBLE`` (ZB-H1) and ``ZBV`` (ZB-V) run the two halves of a backward apart.
+    """
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+    ZBV = "zbv"
     FORWARD = "forward"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed by separate programs."""
+        return self in (ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV)
+
+
+class StagePlacement(StrEnum):
+    """Which pipeline rank has which stages.
+
+    ``LOOP`` deals them round robin; under ``V`` every second round goes back, so that the last
+    stage of a round and the first of the next are on one rank.
+    """
+
+    LOOP = "loop"
+    V = "v"
 
 
 class ZeroLevel(int):
@@ -41,12 +62,14 @@ class MeshShape:
         tp: Ranks that split operators.
         pp: Ranks along the pipeline.
         virtual: Stages per pipeline rank (interleaving).
+        placement: Which pipeline rank has which stages.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     virtual: int = 1
+    placement: StagePlacement = StagePlacement.LOOP
 
     @property
     def num_ranks(self) -> int:
@@ -67,14 +90,32 @@ class MeshShape:
         return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
 
     def pipeline_rank(self, stage: int) -> int:
-        """Pipeline rank that runs ``stage``: stages are dealt round robin."""
-        return stage % self.pp
+        """Pipeline rank that runs ``stage``.
+
+        >>> [MeshShape(pp=2, virtual=2).pipeline_rank(stage) for stage in range(4)]
+        [0, 1, 0, 1]
+        >>> v = MeshShape(pp=2, virtual=2, placement=StagePlacement.V)
+        >>> [v.pipeline_rank(stage) for stage in range(4)]
+        [0, 1, 1, 0]
+        """
+        chunk, position = divmod(stage, self.pp)
+        goes_back = self.placement is StagePlacement.V and chunk % 2 == 1
+        return self.pp - 1 - position if goes_back else position
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Stages that a pipeline rank runs, in the order of the model.
+
+        >>> MeshShape(pp=2, virtual=2, placement=StagePlacement.V).stages_of(0)
+        (0, 3)
+        """
+        return tuple(s for s in range(self.num_stages) if self.pipeline_rank(s) == pipeline_rank)
 
     def __str__(self) -> str:
         """Such as ``pp2 x dp2 x tp2``."""
         parts = [f"{n}{s}" for n, s in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp)) if s > 1]
         text = " x ".join(parts) or "1 device"
-        return text + (f" (v{self.virtual})" if self.virtual > 1 else "")
+        form = " in a V" if self.placement is StagePlacement.V else ""
+        return text + (f" (v{self.virtual}{form})" if self.virtual > 1 or form else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +155,8 @@ class MemoryParts:
 class TimeParts:
     """Seconds of one micro-batch on a stage, and once-per-step work.
 
-    ``forward_s`` and ``backward_s`` include their collectives.
+    ``forward_s`` and ``backward_s`` include their collectives. ``weight_s`` is the part of
+    ``backward_s`` that makes the gradients of weights, where a schedule runs it apart; else 0.
     """
 
     forward_s: float = 0.0
@@ -125,6 +167,7 @@ class TimeParts:
     reduce_s: float = 0.0
     unshard_s: float = 0.0
     optimizer_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +217,38 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Where the seconds of a step go on the pipeline rank that is busy longest.
+
+    Attributes:
+        compute_s: Operators of all micro-batches, recomputing included.
+        collectives_s: Collectives of all micro-batches.
+        once_s: Once per step: gradients reduced, parameters gathered.
+        optimizer_s: The optimizer's step.
+        waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
+    """
+
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+    once_s: float = 0.0
+    optimizer_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the terms: the step."""
+        busy_s = self.compute_s + self.collectives_s + self.once_s + self.optimizer_s
+        return busy_s + self.waiting_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was considered: what it was and why it lost (empty for the winner)."""
+    """A plan that was considered: what it was and why it lost (empty for the winner).
+
+    Attributes:
+        terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
+        warmup: As in :class:`Plan`.
+    """
 
     mesh: MeshShape
     num_microbatches: int
@@ -185,6 +258,8 @@ class Candidate:
     time_s: float
     peak_bytes: int
     reason: str
+    terms: TimeTerms | None = None
+    warmup: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +300,10 @@ class Plan:
         param_words: Parameter -> how ``tp`` and ZeRO-3 split it, in words; empty if nothing does.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None: in the model's own dtypes.
         precision_words: Dtype -> which operators compute in it, in words; empty if it is None.
+        warmup: Forwards that each pipeline rank runs before its first backward, for 1F1B alone;
+            None: as few as keep the pipeline full (``pp - rank``).
+        rank_bytes: Predicted peak of each pipeline rank's devices; empty where it is what its
+            stages take, added up.
     """
 
     model_hash: str
@@ -252,6 +331,8 @@ class Plan:
     param_words: Mapping[str, str] = field(default_factory=dict)
     precision: str | None = None
     precision_words: Mapping[str, str] = field(default_factory=dict)
+    warmup: tuple[int, ...] | None = None
+    rank_bytes: tuple[int, ...] = ()
     model_gap: float = 0.0
 
     @property

@@ -1,9 +1,7 @@
-"""Orders of computes that the simulator knows and no rank runs: split backwards, deeper warm-ups.
+"""Orders of computes with split backwards, or with deeper warm-ups.
 
 A backward in two halves, ``I`` (gradients of the stage's inputs, which the stage before waits for)
-and ``W`` (gradients of its weights, which nothing waits for), leaves ``W`` to fill idle time. The
-programs of a stage have one backward, so these orders serve comparison: the solver does not offer
-them.
+and ``W`` (gradients of its weights, which nothing waits for), leaves ``W`` to fill idle time.
 
 >>> print(*zero_bubble_h1_order(2, 3)[1])
 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2

@@ -48,14 +48,19 @@ def memory_table(plan: Plan, width: int) -> Lines:
 
 
 def devices_memory_table(plan: Plan, width: int) -> Lines:
-    """Bytes of devices that have several stages: what all hold, and the largest transient."""
+    """Bytes of devices that have several stages, at their peak.
+
+    In plans that do not tell it: what all stages hold, and the largest transient.
+    """
     mesh = plan.mesh
     columns = [*numbers("ranks", "stages", "at the peak", "of limit")]
     rows = []
     for rank in range(mesh.pp):
-        stages = plan.stages[rank :: mesh.pp]
+        stages = [plan.stages[s] for s in mesh.stages_of(rank)]
         held = sum(s.memory.total_bytes - s.memory.transient_bytes for s in stages)
         total = held + max(s.memory.transient_bytes for s in stages)
+        if plan.rank_bytes:
+            total = plan.rank_bytes[rank]
         rows.append(
             [
                 fold_ranks(stages[0].devices),
@@ -94,7 +99,7 @@ def shares_table(plan: Plan, width: int) -> Lines:
     heads = ("compute", "collectives", "per step", "optimizer", "waiting")
     rows = []
     for rank in range(plan.mesh.pp):
-        stages = plan.stages[rank :: plan.mesh.pp]
+        stages = [plan.stages[s] for s in plan.mesh.stages_of(rank)]
         parts = [sum(part) for part in zip(*(_busy_s(s, plan) for s in stages), strict=True)]
         parts.append(max(0.0, plan.time_s - sum(parts)))
         rows.append([fold_ranks(stages[0].devices), *(_share(part, plan.time_s) for part in parts)])

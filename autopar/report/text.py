@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from autopar.ir.graph import Graph
-from autopar.plan.schedule import compute_order
-from autopar.plan.schedule_text import draw_schedule
-from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan, ScheduleKind
+from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
 from autopar.report.layout import Lines, bullets, indented, pairs, paragraph
 from autopar.report.precision import precision_lines
 from autopar.report.recompute import recompute_summary
+from autopar.report.schedule import SCHEDULE_WORDS, schedule_lines, schedule_title
 from autopar.report.tables import (
     collectives_table,
     constraints_table,
@@ -35,12 +34,6 @@ from autopar.report.tables import (
 )
 from autopar.units import format_bytes, format_time
 
-SCHEDULE_WORDS = {
-    ScheduleKind.GPIPE: "GPipe",
-    ScheduleKind.ONE_F_ONE_B: "1F1B",
-    ScheduleKind.INTERLEAVED: "interleaved 1F1B",
-    ScheduleKind.FORWARD: "forwards only (inference)",
-}
 DEFAULT_WIDTH = 100
 LEAST_WIDTH = 60
 INDENT = 2
@@ -120,7 +113,7 @@ def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines
     if plan.precision is not None:
         yield f"Precision {plan.precision}", precision_lines(plan, width)
     if plan.mesh.pp > 1:
-        yield "Schedule (a backward drawn twice as long as a forward)", _schedule(plan, width)
+        yield schedule_title(plan), schedule_lines(plan, width)
     if facts.recompute:
         yield "Recomputed in backward", _recompute(facts, width)
     if plan.unruled:
@@ -143,6 +136,7 @@ def _header(plan: Plan, width: int) -> Lines:
         (
             "schedule",
             f"{SCHEDULE_WORDS[plan.schedule]}, {microbatches}"
+            + (f", warm-up of {', '.join(map(str, plan.warmup))}" if plan.warmup else "")
             + (", batch statistics per micro-batch" if plan.microbatch_statistics else ""),
         ),
         ("devices", f"{mesh.num_ranks} of {plan.num_devices} ({plan.cluster})"),
@@ -273,12 +267,6 @@ def _zero_words(plan: Plan) -> Iterator[str]:
             yield f"ZeRO-{level}{which}: {ZERO_WORDS[level]}"
         else:
             yield f"no ZeRO{which}: every data rank has whole parameters and optimizer state"
-
-
-def _schedule(plan: Plan, width: int) -> Lines:
-    mesh = plan.mesh
-    order = compute_order(plan.schedule, mesh.pp, mesh.virtual, plan.num_microbatches)
-    return draw_schedule(order, max_width=width).splitlines()
 
 
 def _recompute(facts: Facts, width: int) -> Lines:

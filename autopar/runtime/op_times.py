@@ -25,7 +25,7 @@ from autopar.runtime.collective_math import resolve
 from autopar.runtime.executor import Program
 from autopar.runtime.finish import finish
 from autopar.runtime.inputs import StepInputs
-from autopar.runtime.load import LoadedPrograms, LoadedStage, load
+from autopar.runtime.load import LoadedPrograms, LoadedStage, load, runs_halves
 from autopar.runtime.pieces import parts_of, with_common_owners
 from autopar.runtime.requests import Collective, PostRecv, Request, Send, WaitRecv, WaitSends
 from autopar.runtime.simulate import stored_params
@@ -137,7 +137,7 @@ def op_points(
     found: dict[str, Point] = {}
     mesh = plan.mesh
     for pp in range(mesh.pp):
-        own = [s for s in range(mesh.num_stages) if mesh.pipeline_rank(s) == pp]
+        own = mesh.stages_of(pp)
         runner = _Runner(local, plan, own, meter, lists[pp])
         given = StepInputs(
             params=stored_params(
@@ -175,7 +175,10 @@ class _Runner:
         self.actions = actions
         self.graphs = [g for s in local.stages for g in (s.prologue, s.forward, s.backward)]
         with default_floats(self.graphs):
-            self.plain = load(local, plan.mesh, stages=stages, device=meter.device)
+            self.plain = load(
+                local, plan.mesh, stages=stages, device=meter.device,
+                in_halves=runs_halves(actions),
+            )  # fmt: skip
         self.operators: list[_Operator] = []
         stages_timed = {index: self._timed(stage) for index, stage in self.plain.stages.items()}
         self.loaded: LoadedPrograms = replace(self.plain, stages=stages_timed)
@@ -187,6 +190,8 @@ class _Runner:
             prologue=self._instrument(stage.prologue),
             forward=self._instrument(stage.forward),
             backward=self._instrument(stage.backward),
+            backward_input=self._instrument(stage.backward_input),
+            backward_weight=self._instrument(stage.backward_weight),
             reduce=self._instrument(stage.reduce),
             finish=self._instrument(stage.finish),
         )

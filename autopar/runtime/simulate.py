@@ -16,7 +16,7 @@ from autopar.plan.types import MeshShape
 from autopar.runtime.blocks import assemble, take_block
 from autopar.runtime.finish import finish, share_outputs
 from autopar.runtime.inputs import StepInputs
-from autopar.runtime.load import LoadedPrograms, load
+from autopar.runtime.load import LoadedPrograms, load, runs_halves
 from autopar.runtime.lockstep import Traffic, run_lockstep
 from autopar.runtime.requests import Running
 from autopar.runtime.step import RankStep
@@ -98,7 +98,8 @@ def simulate_step(  # noqa: PLR0913 - a step has that many parts
     graphs = [g for s in programs.stages for g in (s.prologue, s.forward, s.backward)]
     if loaded is None:
         with default_floats(graphs):
-            loaded = load(programs, mesh, forward_only=forward_only)
+            in_halves = any(map(runs_halves, actions))
+            loaded = load(programs, mesh, forward_only=forward_only, in_halves=in_halves)
     steps = []
     for rank in range(mesh.num_ranks):
         given = StepInputs(

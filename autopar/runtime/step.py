@@ -3,7 +3,8 @@
 :class:`RankStep` holds what is alive during a step. Its methods that do something are generators:
 they yield requests (:mod:`autopar.runtime.requests`) and a driver answers. What lives how long:
 
-* a saved value from F to B of its micro-batch, and inside B until its last use;
+* a saved value from F to B of its micro-batch, and inside B until its last use; where B is run in
+  two halves, what the second one reads from the end of the first until its last use there;
 * a received value until the F or B that reads it, or until B where B reads it too;
 * a compute copy of a parameter from UNSHARD to RESHARD;
 * a gradient in compute layout from the first B to REDUCE_GRAD, then in storage layout to the end.
@@ -116,7 +117,13 @@ class RankStep:
             case ActionKind.FORWARD:
                 yield from self._forward(stage, _number(action.microbatch, action))
             case ActionKind.BACKWARD:
-                yield from self._backward(stage, _number(action.microbatch, action))
+                program = self.loaded.stages[stage].backward
+                yield from self._backward(stage, program, _number(action.microbatch, action))
+            case ActionKind.BACKWARD_INPUT:
+                program = self.loaded.stages[stage].backward_input
+                yield from self._backward(stage, program, _number(action.microbatch, action))
+            case ActionKind.BACKWARD_WEIGHT:
+                yield from self._backward_weight(stage, _number(action.microbatch, action))
             case ActionKind.SEND_F | ActionKind.SEND_B:
                 yield from self.mailbox.send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
@@ -198,7 +205,7 @@ class RankStep:
         yield from self._run_prologue(stage)
         received = yield from self.mailbox.take(stage, ActionKind.FORWARD, microbatch)
         seen = dict(self.buffers)
-        kept = _kept_for_backward(loaded.backward, received)
+        kept = _kept_for_backward((loaded.backward, loaded.backward_input), received)
         inputs = self.gather(loaded.forward, stage, microbatch, received)
         received.clear()
         values = yield from execute(loaded.forward, inputs)
@@ -217,8 +224,8 @@ class RankStep:
         if self._measure:
             self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes())
 
-    def _backward(self, stage: int, microbatch: int) -> Running:
-        program = self.loaded.stages[stage].backward
+    def _backward(self, stage: int, program: Program, microbatch: int) -> Running:
+        """Run a backward, or the half of one that makes the gradients of inputs."""
         yield from self._unshard(stage)
         given = yield from self.mailbox.take(stage, ActionKind.BACKWARD, microbatch)
         saved = self._saved.pop((stage, microbatch))
@@ -230,7 +237,35 @@ class RankStep:
         values = yield from execute(program, inputs)
         made = _named(program, values, OutputKind.SEND)
         self.mailbox.put(stage, ActionKind.BACKWARD, microbatch, made)
+        if program is self.loaded.stages[stage].backward_input:
+            later = _named(program, values, OutputKind.SAVED)
+            self._saved[stage, microbatch] = _Saved(later, saved.buffers)
+            if self._measure:
+                self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes())
+            return
         held.update(storage_of(v) for v in made.values())
+        self._add_gradients(stage, program, values, held)
+
+    def _backward_weight(self, stage: int, microbatch: int) -> Running:
+        """Run the half of a backward that makes the gradients of parameters."""
+        program = self.loaded.stages[stage].backward_weight
+        yield from self._unshard(stage)
+        saved = self._saved.pop((stage, microbatch))
+        inputs = self.gather(program, stage, microbatch, saved.values, saved.buffers)
+        # what is still under way to another rank is among them, if a gradient shares its memory
+        held = {storage_of(v) for v in inputs if isinstance(v, torch.Tensor)}
+        saved.values.clear()
+        values = yield from execute(program, inputs)
+        self._add_gradients(stage, program, values, held)
+
+    def _add_gradients(
+        self,
+        stage: int,
+        program: Program,
+        values: Sequence[torch.Tensor | None],
+        held: Iterable[int],
+    ) -> None:
+        """Add what a program made for parameters to the sums of its stage."""
         self._unreduced[stage].add(
             [
                 (o.target, v)
@@ -319,7 +354,8 @@ def _named(program: Program, values: Sequence[torch.Tensor | None], kind: Output
     return {o.target: v for o, v in pairs if o.kind is kind and v is not None}
 
 
-def _kept_for_backward(backward: Program, received: Tensors) -> Tensors:
+def _kept_for_backward(backwards: Iterable[Program], received: Tensors) -> Tensors:
     """Values received for F that B reads too."""
-    wanted = {i.target for i in backward.graph.inputs if i.kind is InputKind.RECV}
+    inputs = (i for program in backwards for i in program.graph.inputs)
+    wanted = {i.target for i in inputs if i.kind is InputKind.RECV}
     return {name: value for name, value in received.items() if name in wanted}

@@ -19,11 +19,12 @@ from autopar.capture.tracing import Captured
 from autopar.errors import InputError, PlanError
 from autopar.ir.graph import Graph, InputKind, Phase
 from autopar.plan.actions import Action
-from autopar.plan.schedule import ActionLists, action_lists, compute_order, forward_order
+from autopar.plan.orders import forwards_of, order_of, plan_order, receives_ahead
+from autopar.plan.schedule import ActionLists, action_lists
 from autopar.plan.types import DP_AXIS, TP_AXIS, Plan, ScheduleKind
 from autopar.runtime.fitting import FittedData, fit_data_axes, planned_batch
 from autopar.runtime.index_checks import IndexCheck, index_checks
-from autopar.runtime.load import LoadedPrograms, load
+from autopar.runtime.load import LoadedPrograms, load, runs_halves
 from autopar.runtime.pieces import parts_of, with_common_owners
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
@@ -89,10 +90,13 @@ def make_variant(
         )  # fmt: skip
     lists = schedule_actions(local, plan, backward=backward, has_loss=captured.has_loss)
     pp = mesh.coordinate(rank)[0]
-    own = [stage for stage in range(mesh.num_stages) if mesh.pipeline_rank(stage) == pp]
+    own = mesh.stages_of(pp)
     # the casts are operators of the program by now: they must not be made twice
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
-        loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
+        loaded = load(
+            local, mesh, stages=own, device=device, forward_only=not backward,
+            in_halves=runs_halves(lists[pp]),
+        )  # fmt: skip
     return Variant(
         captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward,
         checks=index_checks(captured.graph),
@@ -112,10 +116,11 @@ def schedule_actions(
     """
     mesh, count = plan.mesh, plan.num_microbatches
     if not backward:
-        order = forward_order(mesh.pp, mesh.virtual, count)
+        order = forwards_of(mesh, count)
+    elif has_loss:
+        order = plan_order(plan)
     else:
-        kind = plan.schedule if has_loss else ScheduleKind.GPIPE
-        order = compute_order(kind, mesh.pp, mesh.virtual, count)
+        order = order_of(ScheduleKind.GPIPE, mesh, count)
     tied = {
         (spec.owner, stage)
         for spec in local.params.values()
@@ -129,6 +134,7 @@ def schedule_actions(
         backward_edges=local.backward_edges if backward else (),
         tied=sorted(tied),
         zero_levels=[stage.zero_level for stage in plan.stages],
+        prefetch=receives_ahead(plan.warmup),
     )
 
 

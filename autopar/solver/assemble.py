@@ -99,6 +99,8 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         mesh=shape.mesh,
         num_microbatches=shape.num_microbatches,
         schedule=shape.schedule,
+        warmup=shape.warmup,
+        rank_bytes=winner.figures.rank_bytes if shape.mesh.virtual > 1 else (),
         stages=_stages(analysis, winner),
         splits=splits_text(winner.decisions.choices),
         microbatch_statistics=analysis.constraints.microbatch_statistics,
@@ -198,6 +200,7 @@ def _candidate(ranked: Ranked, time_s: float, peak_bytes: int, reason: str) -> C
         time_s=time_s,
         peak_bytes=peak_bytes,
         reason=reason,
+        warmup=shape.warmup,
     )
 
 
@@ -236,6 +239,7 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
                 mesh=misfit.shape.mesh,
                 num_microbatches=misfit.shape.num_microbatches,
                 schedule=misfit.shape.schedule,
+                warmup=misfit.shape.warmup,
                 zero_level=misfit.zero_level,
                 recompute="full",
                 time_s=0.0,

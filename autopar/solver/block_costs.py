@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.graph import Node, TensorMeta
 from autopar.sharding.placement import Layout
-from autopar.sharding.stages import VIEW_OPS
+from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_problem import Pass, SplitOption, SplitsProblem
@@ -55,6 +55,9 @@ class BlockTables:
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
         self._sets = tuple(_recompute_sets(analysis, b.forward) for b in analysis.chain.blocks)
+        sent = {n.partition("#")[0] for cut in analysis.chain.backward_cuts for n in cut}
+        # operators that the gradients between blocks come from: the first half of a split backward
+        self._sent_from = ancestors(analysis.graph, sent)
         self._bases: dict[object, _Base] = {}
         self._homes: dict[int, Mapping[str, int]] = {}
 
@@ -78,7 +81,10 @@ class BlockTables:
         key = (sizes, options)
         if key not in self._bases:  # the level changes parameters only
             prices = self._analysis.prices(sizes)
-            made = _Table(self._analysis, structure, prices, problem, options, self._sets)
+            made = _Table(
+                self._analysis, structure, prices, problem, options, self._sets,
+                sent_from=self._sent_from,
+            )  # fmt: skip
             self._bases[key] = made.build()
         base = self._bases[key]
         home = self.home(structure)
@@ -155,6 +161,7 @@ class _Seconds:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -254,6 +261,7 @@ class _Table:
     node_s: dict[str, float] = field(default_factory=dict)
     first_need: dict[str, int] = field(default_factory=dict)
     forward: set[str] = field(default_factory=set)
+    sent_from: frozenset[str] = frozenset()
 
     def build(self) -> _Base:
         for variable, at in zip(self.problem.variables, self.options, strict=True):
@@ -270,7 +278,8 @@ class _Table:
             cost = seconds[block.index]
             fixed = self.analysis.constraints.recompute_of(block.scope)
             words = tuple(w for w in RECOMPUTE if fixed in (None, w))
-            key = (block.key, f"{cost.forward_s:.9e}", f"{cost.backward_s:.9e}", words)
+            seconds_ = (cost.forward_s, cost.backward_s, cost.weight_s)
+            key = (block.key, *(f"{s:.9e}" for s in seconds_), words)
             if key not in known:
                 known[key] = self._menu(block.index, cost, words)
             menus.append((key, known[key]))
@@ -305,6 +314,8 @@ class _Table:
             cost = seconds[block_of[node.name]]
             if when is Pass.BACKWARD:
                 cost.backward_s += self.node_s[node.name]
+                if node.name not in self.sent_from:
+                    cost.weight_s += self.node_s[node.name]
             else:
                 cost.forward_s += self.node_s[node.name]
 
@@ -387,6 +398,21 @@ class _Table:
             kept[key] = max(kept.get(key, 0), amount)
         return kept, again
 
+    def _held(self, block: int) -> int:
+        """Bytes that the gradients of a block's weights are made from, whatever is made again."""
+        found: dict[str, int] = {}
+        for name in self.analysis.chain.blocks[block].backward:
+            if name in self.sent_from or name not in self.node_s:
+                continue
+            for ref in self.analysis.refs[name]:
+                at = ref
+                while (node := self.structure.nodes.get(at)) and node.op in VIEW_OPS - {"getitem"}:
+                    at = self.analysis.refs[at][0]
+                if self._is_forward(at) or at in self.sent_from:
+                    key = self.keys.get(at, at)
+                    found[key] = max(found.get(key, 0), self._local_bytes(at))
+        return sum(found.values())
+
     def _base(self, name: str) -> str:
         return self.keys.get(name, name).partition("#")[0]
 
@@ -399,6 +425,7 @@ class _Table:
         menu: list[Option] = []
         largest = self._largest(block)
         whole = self._saved(block, self._kept(block, frozenset())[0])
+        held = self._held(block)
         for word in words:
             kept, again = self._kept(block, frozenset(self.sets[block][word]))
             extra_s = sum(
@@ -415,6 +442,8 @@ class _Table:
                 backward_s=cost.backward_s + extra_s,
                 saved_bytes=saved,
                 transient_bytes=transient,
+                weight_s=cost.weight_s,
+                held_bytes=held,
             )
             is_worse = any(o.saved_bytes <= saved and o.total_s <= option.total_s for o in menu)
             if not is_worse or len(words) == 1:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, ShardingError
-from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.plan.orders import plain_warmup
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.analysis import Analysis
+from autopar.solver.constraints import Constraints
 
 MAX_MICROBATCH_COUNTS = 7  # divisors tried per mesh, spread evenly if there are more
 ALL_COUNTS_UP_TO = 8
@@ -27,6 +29,7 @@ class Shape:
     mesh: MeshShape
     num_microbatches: int
     schedule: ScheduleKind
+    warmup: tuple[int, ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -35,7 +38,8 @@ class Shape:
 
     def __str__(self) -> str:
         """Such as ``pp2 x tp4, 8 micro-batches, 1f1b``."""
-        return f"{self.mesh}, {self.num_microbatches} micro-batches, {self.schedule}"
+        text = f"{self.mesh}, {self.num_microbatches} micro-batches, {self.schedule}"
+        return text if self.warmup is None else f"{text}, warm-up {self.warmup}"
 
 
 def shapes(analysis: Analysis) -> tuple[Shape, ...]:
@@ -47,8 +51,9 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
     batch, wish = analysis.batch_size, analysis.constraints
     found = []
     for mesh in _meshes(analysis):
+        warmup = None if wish.warmup == plain_warmup(mesh.pp) else wish.warmup
         for count in _microbatch_counts(analysis, batch, mesh.dp):
-            found += [Shape(mesh, count, kind) for kind in _schedules(analysis, mesh)]
+            found += [Shape(mesh, count, kind, warmup) for kind in _schedules(analysis, mesh)]
     if not found:
         raise _nothing(analysis, batch)
     if wish.pp is None and wish.boundaries:
@@ -60,10 +65,11 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
 def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
     wish, cluster = analysis.constraints, analysis.cluster
     blocks = len(analysis.chain.blocks)
+    fixed_pp = wish.pp if wish.warmup is None else len(wish.warmup)
     seen: set[MeshShape] = set()
     for used in device_counts(cluster.num_devices):
         for tp in _degrees(wish.tp, _tp_choices(cluster)):
-            for pp in _degrees(wish.pp, _stage_counts(analysis, min(used, blocks))):
+            for pp in _degrees(fixed_pp, _stage_counts(analysis, min(used, blocks))):
                 if used % (tp * pp):
                     continue
                 dp = used // (tp * pp)
@@ -73,8 +79,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     dp = wish.dp  # fixed degrees may leave devices idle
                 if wish.zero and dp == 1:
                     continue  # ZeRO splits over data ranks: with one it would be dropped
-                for virtual in _degrees(wish.virtual, (1, *VIRTUAL_STAGES)):
-                    mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual)
+                for virtual, placement in _placements(wish):
+                    mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
                     is_open = wish.virtual is None
                     is_vain = pp == 1 or mesh.num_stages > blocks or not analysis.is_interleavable
                     if is_open and virtual > 1 and is_vain:
@@ -82,6 +88,16 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     if mesh not in seen:
                         seen.add(mesh)
                         yield mesh
+
+
+def _placements(wish: Constraints) -> Iterator[tuple[int, StagePlacement]]:
+    """Stages per pipeline rank and how they are placed."""
+    free = (1, *VIRTUAL_STAGES) if wish.warmup is None else (1,)
+    for virtual in _degrees(wish.virtual, free):
+        if wish.schedule is not ScheduleKind.ZBV:
+            yield virtual, StagePlacement.LOOP
+        if virtual == 2 and wish.schedule in (None, ScheduleKind.ZBV):
+            yield virtual, StagePlacement.V
 
 
 def device_counts(total: int) -> list[int]:
@@ -152,7 +168,9 @@ def _schedules(analysis: Analysis, mesh: MeshShape) -> list[ScheduleKind]:
         return [ScheduleKind.FORWARD]
     if not analysis.has_loss:  # the user computes the loss when all forwards are done
         return [ScheduleKind.GPIPE]
-    if wish is ScheduleKind.ONE_F_ONE_B and mesh.virtual > 1:
+    if mesh.placement is StagePlacement.V:
+        return [ScheduleKind.ZBV]
+    if wish in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE) and mesh.virtual > 1:
         return []
     if wish is ScheduleKind.INTERLEAVED and mesh.virtual == 1 and mesh.pp > 1:
         return [wish] if analysis.constraints.virtual == 1 else []

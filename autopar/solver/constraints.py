@@ -14,7 +14,8 @@ from math import ceil, prod
 
 from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.graph import Graph, Input, InputKind
-from autopar.plan.types import AppliedConstraint, ScheduleKind
+from autopar.plan.orders import schedule_fault
+from autopar.plan.types import AppliedConstraint, MeshShape, ScheduleKind
 from autopar.sharding.placement import Placement, R, Shard, parse_placement, shard_size
 from autopar.sharding.routing import ROUTE
 
@@ -45,6 +46,7 @@ class Constraints:
         sequence_parallel: Whether norms work on shards of the sequence over ``tp``: True forces it,
             False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch.
+        warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
     """
 
     dp: int | None = None
@@ -60,6 +62,7 @@ class Constraints:
     sequence_parallel: bool | None = None
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
+    warmup: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
@@ -83,11 +86,45 @@ class Constraints:
                 raise ConstraintError(
                     f"constraint recompute={word!r}: must be one of {', '.join(RECOMPUTE_WORDS)}"
                 )
-        if self.schedule is ScheduleKind.ONE_F_ONE_B and (self.virtual or 1) > 1:
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Refuse a schedule that the number of stages or the warm-up contradicts."""
+        kind, virtual = self.schedule, self.virtual or 1
+        single = {ScheduleKind.ONE_F_ONE_B: "interleaved", ScheduleKind.ZERO_BUBBLE: "zbv"}
+        if kind in single and virtual > 1:
+            name = "1F1B" if kind is ScheduleKind.ONE_F_ONE_B else "it"
             raise ConstraintError(
-                f"constraints schedule='1f1b' and virtual={self.virtual}: 1F1B has one stage per "
-                "pipeline rank; use schedule='interleaved'"
+                f"constraints schedule={kind.value!r} and virtual={self.virtual}: {name} has one "
+                f"stage per pipeline rank; use schedule={single[kind]!r}"
             )
+        if kind is ScheduleKind.ZBV and self.virtual not in (None, 2):
+            raise ConstraintError(
+                f"constraints schedule='zbv' and virtual={self.virtual}: it has 2 stages per "
+                "pipeline rank; use virtual=2, or leave virtual out"
+            )
+        if kind is ScheduleKind.ZBV and self.pp == 1:
+            raise ConstraintError(
+                "constraints schedule='zbv' and pp=1: its V goes down and up a pipeline of 2 ranks "
+                "or more; raise pp, or leave schedule out"
+            )
+        if self.warmup is None:
+            return
+        if virtual > 1:
+            raise ConstraintError(
+                f"constraints warmup={self.warmup} and virtual={self.virtual}: depths are for 1F1B "
+                "with one stage per pipeline rank; leave one of them out"
+            )
+        if self.pp is not None and self.pp != len(self.warmup):
+            raise ConstraintError(
+                f"constraints warmup={self.warmup} and pp={self.pp}: {len(self.warmup)} depths for "
+                f"{self.pp} pipeline ranks; give one each, or leave pp out"
+            )
+        fault = schedule_fault(
+            kind or ScheduleKind.ONE_F_ONE_B, MeshShape(pp=len(self.warmup)), self.warmup
+        )
+        if fault:
+            raise ConstraintError(f"constraint {fault}")
 
     @property
     def expert_capacity_percent(self) -> int:
@@ -334,6 +371,7 @@ def applied_constraints(
         "virtual": "stages per pipeline rank",
         "num_microbatches": "micro-batches per step",
         "schedule": "order of forwards and backwards",
+        "warmup": "forwards before the first backward, by pipeline rank",
         "zero": "ZeRO level of every stage",
         "sequence_parallel": "norms on shards of the sequence",
         "expert_capacity": "rows that a rank has room for where experts are split, in even shares",

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, OutputKind
 from autopar.plan.actions import ActionKind
-from autopar.plan.schedule import action_lists, compute_order, in_flight
+from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.schedule import ActionLists, action_lists, in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.programs import LocalPrograms, StagePrograms
+from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
-from cost_models.memory_timeline import StageMemory, memory_timelines
+from cost_models.memory_timeline import MemoryPoint, StageMemory, memory_timelines, order_timeline
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -85,6 +87,7 @@ class Setting:
         zero_levels: By stage.
         optimizer: For the bytes of its state.
         optimizer_s_per_byte: Seconds of its step per byte of stored parameter.
+        warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
     """
 
     cluster: Cluster
@@ -95,6 +98,7 @@ class Setting:
     zero_levels: tuple[int, ...]
     optimizer: str
     optimizer_s_per_byte: float
+    warmup: tuple[int, ...] | None = None
 
     def groups(self) -> dict[str, Sequence[int]]:
         """Slowest group along each axis in space."""
@@ -105,7 +109,7 @@ class Setting:
 def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     """Seconds and bytes of a localized plan."""
     mesh, count = setting.mesh, setting.num_microbatches
-    order = compute_order(setting.schedule, mesh.pp, mesh.virtual, count)
+    order = order_of(setting.schedule, mesh, count, setting.warmup)
     groups = setting.groups()
     flights = [in_flight(order, stage) for stage in range(mesh.num_stages)]
     links = _message_seconds(programs, setting)
@@ -132,11 +136,13 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         backward_edges=programs.backward_edges,
         tied=ties,
         zero_levels=setting.zero_levels,
+        prefetch=receives_ahead(setting.warmup),
     )
+    if setting.schedule.splits_backward:
+        stages = [_with_own_peak(s, index, lists, mesh) for index, s in enumerate(stages)]
     run = simulate(lists, seconds, p2p_s=links)
     update_s = max(
-        sum(stages[s].time.optimizer_s for s in range(rank, mesh.num_stages, mesh.pp))
-        for rank in range(mesh.pp)
+        sum(stages[s].time.optimizer_s for s in mesh.stages_of(rank)) for rank in range(mesh.pp)
     )
     makespan_s = run.makespan_s
     if isinstance(setting.model, HostCosts):
@@ -147,14 +153,14 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         finish_s += setting.model.call_time_s(max(owned))
     return ExactFigures(
         step_s=makespan_s + finish_s + update_s,
-        rank_bytes=_rank_bytes(stages, mesh),
+        rank_bytes=_rank_bytes(stages, setting, lists),
         stages=tuple(stages),
         simulation=run,
     )
 
 
 def _stages_of(stages: Sequence[StageFigures], mesh: MeshShape, rank: int) -> list[StageFigures]:
-    return [stages[s] for s in range(rank, mesh.num_stages, mesh.pp)]
+    return [stages[s] for s in mesh.stages_of(rank)]
 
 
 def _compute_s(
@@ -182,14 +188,35 @@ def _num_owned(programs: LocalPrograms, mesh: MeshShape, rank: int) -> int:
     return sum(mesh.pipeline_rank(p.owner) == rank for p in programs.params.values())
 
 
-def _rank_bytes(stages: Sequence[StageFigures], mesh: MeshShape) -> tuple[int, ...]:
-    """Peak per pipeline rank: what its stages hold, and the largest transient of one of them."""
-    result = []
-    for rank in range(mesh.pp):
-        parts = [stages[s].memory for s in range(rank, mesh.num_stages, mesh.pp)]
-        held = sum(p.total_bytes - p.transient_bytes for p in parts)
-        result.append(held + max(p.transient_bytes for p in parts))
-    return tuple(result)
+def _rank_bytes(
+    stages: Sequence[StageFigures], setting: Setting, lists: ActionLists
+) -> tuple[int, ...]:
+    """Peak per pipeline rank.
+
+    With one stage and whole backwards every part is at its largest at once. Else what a device
+    holds is followed through its list: its stages are not at their peaks at the same time.
+    """
+    mesh = setting.mesh
+    if mesh.virtual == 1 and not setting.schedule.splits_backward:
+        return tuple(stage.memory.total_bytes for stage in stages)
+    return tuple(
+        order_timeline(
+            rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)}
+        ).peak_bytes
+        for rank in range(mesh.pp)
+    )
+
+
+def _with_own_peak(
+    figures: StageFigures, index: int, lists: ActionLists, mesh: MeshShape
+) -> StageFigures:
+    """A stage whose backwards are split, with the bytes of its worst moment as if it were alone.
+
+    How much a micro-batch holds then depends on which half of its backward has run.
+    """
+    actions = lists[mesh.pipeline_rank(index)]
+    peak: MemoryPoint = order_timeline(0, actions, {index: figures.held}).peak
+    return replace(figures, memory=peak.parts)
 
 
 def _message_seconds(programs: LocalPrograms, setting: Setting) -> dict[tuple[int, int], float]:
@@ -233,6 +260,9 @@ def _stage(
 
     forward = price(stage.forward, "forward", count)
     backward = price(stage.backward, "backward", count)
+    halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
+    weight_s = price(halves.weights, "backward", count).total_s if halves is not None else 0.0
+    weight_s = min(weight_s, backward.total_s)  # views that are made again may have to copy
     reduce = price(stage.reduce, "once per step", reduces, at_once)
     unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
@@ -253,7 +283,9 @@ def _stage(
         ActionKind.FETCH_TIED: tied_s,
         ActionKind.SYNC_TIED: tied_s,
     }
-    seconds = StageSeconds(forward_s=forward.total_s, backward_s=backward.total_s, once_s=once)
+    seconds = StageSeconds(
+        forward_s=forward.total_s, backward_s=backward.total_s, once_s=once, weight_s=weight_s
+    )
     held = stage_memory(
         programs,
         stage,
@@ -262,6 +294,8 @@ def _stage(
         num_microbatches=count,
         optimizer=setting.optimizer,
         pp=setting.mesh.pp,
+        halves=halves,
+        receives_ahead=receives_ahead(setting.warmup),
     )
     figures = StageFigures(
         time=TimeParts(
@@ -272,6 +306,7 @@ def _stage(
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
             optimizer_s=update_s,
+            weight_s=weight_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,

@@ -8,8 +8,10 @@ from autopar.ir.graph import InputKind, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.sharding.placement import Layout, R, local_shape
 from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
+from autopar.sharding.split_backward import BackwardHalves
 from cost_models.memory import optimizer_state_bytes, saved_bytes, saved_storages
-from cost_models.memory_timeline import StageMemory, program_memory
+from cost_models.memory_timeline import ProgramMemory, StageMemory, program_memory
+from cost_models.storage import storages
 
 
 def local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> int:
@@ -18,7 +20,7 @@ def local_bytes(meta: TensorMeta, layout: Layout, programs: LocalPrograms) -> in
     return TensorMeta(local_shape(meta.shape, space, programs.axis_sizes), meta.dtype).bytes
 
 
-def stage_memory(
+def stage_memory(  # noqa: PLR0913  all that bytes depend on
     programs: LocalPrograms,
     stage: StagePrograms,
     own: Sequence[ParamSpec],
@@ -27,6 +29,8 @@ def stage_memory(
     num_microbatches: int,
     optimizer: str,
     pp: int,
+    halves: BackwardHalves | None = None,
+    receives_ahead: int = 0,
 ) -> StageMemory:
     """What a stage takes on one of its devices.
 
@@ -38,6 +42,8 @@ def stage_memory(
         num_microbatches: Per step.
         optimizer: For the bytes of its state.
         pp: Pipeline ranks.
+        halves: The backward in two, if it is run so.
+        receives_ahead: Micro-batches that are received before their turn.
     """
     resting = gathered = grads = unreduced = state = 0
     for param in own:
@@ -63,31 +69,76 @@ def stage_memory(
                 shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
                 meta = TensorMeta(shape, param.meta.dtype)
                 state += optimizer_state_bytes(optimizer, meta)
-    groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
+    programs_memory, kept_bytes = _programs(stage, halves)
     return StageMemory(
         params_bytes=resting,
         gathered_bytes=gathered,
         grads_bytes=grads,
         unreduced_bytes=unreduced,
         optimizer_bytes=state,
-        buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp),
+        buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp, receives_ahead),
         saved_bytes=saved_bytes(stage.forward),
-        programs={
-            ActionKind.FORWARD: program_memory(stage.forward),
-            ActionKind.BACKWARD: program_memory(
-                stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups
-            ),
-            ActionKind.REDUCE_GRAD: program_memory(stage.reduce, freed_inputs=(InputKind.GRAD,)),
-        },
+        weight_saved_bytes=kept_bytes,
+        programs=programs_memory,
     )
 
 
+def _programs(
+    stage: StagePrograms, halves: BackwardHalves | None
+) -> tuple[dict[ActionKind, ProgramMemory], int]:
+    """Transients of a stage's programs, and the bytes kept between the halves of a backward."""
+    groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
+    found = {
+        ActionKind.FORWARD: program_memory(stage.forward),
+        ActionKind.REDUCE_GRAD: program_memory(stage.reduce, freed_inputs=(InputKind.GRAD,)),
+    }
+    freed = (InputKind.SAVED,)
+    if halves is None:
+        found[ActionKind.BACKWARD] = program_memory(
+            stage.backward, freed_inputs=freed, input_groups=groups
+        )
+        return found, 0
+    kept, later = _kept(stage, halves)
+    # what the first half makes for the second counts while it runs, then as kept
+    found[ActionKind.BACKWARD_INPUT] = program_memory(
+        halves.inputs, held_outputs=(), freed_inputs=freed, input_groups=groups
+    )
+    found[ActionKind.BACKWARD_WEIGHT] = program_memory(
+        halves.weights, freed_inputs=freed, input_groups=later
+    )
+    return found, sum(kept.values())
+
+
+def _kept(stage: StagePrograms, halves: BackwardHalves) -> tuple[dict[str, int], dict[str, str]]:
+    """Storages kept between the halves with their bytes, and the storage of each kept value."""
+    saved, sizes = saved_storages(stage.forward), storages(stage.forward).bytes
+    own, inputs = storages(halves.inputs).bytes, halves.inputs.input_map()
+    kept: dict[str, int] = {}
+    behind: dict[str, str] = {}
+    for name, keys in saved_storages(halves.inputs).items():
+        for key in keys:
+            item = inputs.get(key)
+            if item is not None and item.kind is InputKind.SAVED:
+                # views of one storage were saved: all of it stays while one of them does
+                named = {f"forward:{k}": sizes[k] for k in saved.get(item.target, ())}
+            else:
+                named = {key: own[key]}
+            kept.update(named)
+            if named:
+                behind.setdefault(name, next(iter(named)))
+    return kept, behind
+
+
 def _buffers_bytes(
-    programs: LocalPrograms, stage: StagePrograms, num_microbatches: int, pp: int
+    programs: LocalPrograms,
+    stage: StagePrograms,
+    num_microbatches: int,
+    pp: int,
+    receives_ahead: int,
 ) -> int:
     """Messages, module buffers, arguments of the whole step, outputs."""
     received = sum(
-        i.meta.bytes
+        (1 + receives_ahead) * i.meta.bytes
         for graph in (stage.forward, stage.backward)
         for i in graph.inputs
         if i.kind is InputKind.RECV and i.meta is not None

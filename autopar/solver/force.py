@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, parse_devices
-from autopar.ir.graph import Arg, Graph, Meta
+from autopar.ir.graph import Arg, Graph, Meta, OutputKind
+from autopar.plan.orders import plain_warmup
 from autopar.plan.types import Plan, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.search import solve
@@ -56,6 +57,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
     virtual: int = 1,
     num_microbatches: int = 1,
     schedule: ScheduleKind | None = None,
+    warmup: tuple[int, ...] | None = None,
     zero: int = 0,
     recompute: str | Mapping[str, str] = "none",
     placements: Mapping[str, str] | None = None,
@@ -75,9 +77,11 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         dp: Ranks that split the batch.
         tp: Ranks that split operators.
         pp: Pipeline ranks.
-        virtual: Stages per pipeline rank.
+        virtual: Stages per pipeline rank; 2 for ``zbv``, whatever is given.
         num_microbatches: Per step.
         schedule: 1F1B, or interleaved if ``virtual`` is above 1, if left out.
+        warmup: As in :class:`~autopar.solver.constraints.Constraints`; that of plain 1F1B if it is
+            left out.
         zero: ZeRO level.
         recompute: As in :class:`~autopar.solver.constraints.Constraints`.
         placements: Likewise.
@@ -93,6 +97,12 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         ConstraintError: The degrees do not fit the model or the batch.
         InfeasibleError: The cluster's memory is too small.
     """
+    if schedule is ScheduleKind.ZBV:
+        virtual = 2
+    elif schedule is None and _alternates(graph):
+        schedule = ScheduleKind.ONE_F_ONE_B if virtual == 1 else ScheduleKind.INTERLEAVED
+    if schedule is ScheduleKind.ONE_F_ONE_B and virtual == 1 and warmup is None:
+        warmup = plain_warmup(pp)
     constraints = Constraints(
         dp=dp,
         tp=tp,
@@ -100,6 +110,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         virtual=virtual,
         num_microbatches=num_microbatches,
         schedule=schedule,
+        warmup=warmup,
         zero=zero,
         recompute=recompute,
         placements=placements or {},
@@ -118,3 +129,8 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         cost_model=cost_model or ProportionalCostModel(),
     )
     return plan
+
+
+def _alternates(graph: Graph) -> bool:
+    """Whether forwards and backwards may alternate: the program trains and has its loss."""
+    return all(any(graph.outputs_of(kind)) for kind in (OutputKind.GRAD, OutputKind.LOSS))

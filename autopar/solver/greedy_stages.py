@@ -25,6 +25,7 @@ from autopar.solver.stages_problem import (
 BISECTIONS = 28
 ROUNDING = 1e-9
 NEEDED_PRECISION = 1e-2
+FIT_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,19 @@ class StageFiller:
         problem: The chain; where a rank has several stages each is given a share of the memory.
         fractional: Whether a part of a block may be recomputed (for bounds).
         by_leanest: How the stages of a rank share its memory.
+        by_turns: Whether the stages of a rank count as at their most in turn, or all at once.
     """
 
-    def __init__(self, problem: StageProblem, *, fractional: bool, by_leanest: bool = True) -> None:
+    def __init__(
+        self,
+        problem: StageProblem,
+        *,
+        fractional: bool,
+        by_leanest: bool = True,
+        by_turns: bool = False,
+    ) -> None:
         self.problem, self.fractional = problem, fractional
+        self.flights = _mean_flights(problem) if by_turns else problem.in_flight
         kinds: dict[str, int] = {}
         n = len(problem.blocks)
         self.kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
@@ -60,7 +70,7 @@ class StageFiller:
             self.state[i + 1] = self.state[i] + block.state_bytes
             for k, row in enumerate(self.counts):
                 row[i + 1] = row[i] + (self.kind[i] == k)
-        self.limits = _shares(problem, by_leanest=by_leanest)
+        self.limits = _shares(problem, self.flights, by_leanest=by_leanest)
 
     def time_s(self, low: int, high: int, stage: int) -> tuple[float, list[dict[int, float]]]:
         """Least seconds of a run of blocks in a stage, infinite if it doesn't fit.
@@ -71,7 +81,7 @@ class StageFiller:
         counts = [row[high] - row[low] for row in self.counts]
         picks = [{self.start[k]: float(c)} for k, c in enumerate(counts)]
         time_s = sum(c * self.menus[k][self.start[k]].total_s for k, c in enumerate(counts))
-        flight = self.problem.in_flight[stage]
+        flight = self.flights[stage]
         room = self.limits[stage] - (self.state[high] - self.state[low])
         room -= self._transient(counts)
         room -= flight * sum(
@@ -124,11 +134,24 @@ class StageFiller:
         return starts[:-1] if at == n else None
 
 
-def _shares(problem: StageProblem, *, by_leanest: bool) -> list[int]:
+def _mean_flights(problem: StageProblem) -> tuple[int, ...]:
+    """Micro-batches in flight by stage, lowered so that a rank's add up to its worst moment."""
+    found = list(problem.in_flight)
+    for device in range(problem.pp):
+        stages = problem.stages_of(device)
+        most = max(sum(n.before for n in moment.values()) for moment in problem.moments(device))
+        total = sum(problem.in_flight[s] for s in stages)
+        for s in stages:
+            found[s] = -(-problem.in_flight[s] * most // total)
+    return tuple(found)
+
+
+def _shares(problem: StageProblem, flights: Sequence[int], *, by_leanest: bool) -> list[int]:
     """Memory of each stage: a rank's stages share it by what an average block of them holds.
 
     Args:
         problem: The chain.
+        flights: Micro-batches in flight by stage.
         by_leanest: Whether saved values count as the leanest option has them, or the fastest.
     """
     room = problem.limit_bytes - problem.base_bytes
@@ -137,10 +160,11 @@ def _shares(problem: StageProblem, *, by_leanest: bool) -> list[int]:
     state = sum(b.state_bytes for b in problem.blocks)
     pick = min if by_leanest else max
     saved = sum(pick(o.saved_bytes for o in b.options) for b in problem.blocks)
-    weights = [state + flight * saved + 1 for flight in problem.in_flight]
+    weights = [state + flight * saved + 1 for flight in flights]
     return [
-        room * weights[s] // sum(weights[s % problem.pp :: problem.pp])
+        room * weights[s] // sum(weights[other] for other in rank_stages)
         for s in range(problem.num_stages)
+        for rank_stages in (problem.stages_of(problem.mesh.pipeline_rank(s)),)
     ]
 
 
@@ -183,12 +207,48 @@ def slowest_stage_bound_s(problem: StageProblem) -> float:
 
 def first_choice(problem: StageProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Starts and options of a feasible choice, or None if the greedy finds none."""
-    starts: list[int] | None = None
-    for by_leanest in (True, False) if problem.virtual > 1 else (True,):
-        filler = StageFiller(problem, fractional=False, by_leanest=by_leanest)
-        starts = _bisect(filler)[1]
-        if starts is not None:
-            break
+    if problem.virtual == 1 and not problem.together:
+        return _filled(StageFiller(problem, fractional=False))
+    for by_turns in (True, False):
+        for by_leanest in (True, False):
+            found = _fitted(problem, by_leanest=by_leanest, by_turns=by_turns)
+            if found is not None:
+                return found
+    return None
+
+
+def _fitted(
+    problem: StageProblem, *, by_leanest: bool, by_turns: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """A choice whose ranks fit, under limits that are lowered by what they exceed.
+
+    A rank's stages may hold unequal amounts at their worst moment, and values that are kept between
+    the halves of a backward are not in the fillers' books.
+    """
+    limit = problem.limit_bytes
+    for _ in range(FIT_TRIES):
+        filler = StageFiller(
+            replace(problem, limit_bytes=limit),
+            fractional=False,
+            by_leanest=by_leanest,
+            by_turns=by_turns,
+        )
+        found = _filled(filler)
+        if found is None:
+            return None
+        excess = max(memory_bytes(problem, *found)) - problem.limit_bytes
+        if excess <= 0:
+            return found
+        limit -= excess
+        if limit <= 0:
+            return None
+    return None
+
+
+def _filled(filler: StageFiller) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Starts and options by the least slowest stage."""
+    problem = filler.problem
+    starts = _bisect(filler)[1]
     if starts is None:
         return None
     options = [0] * len(problem.blocks)

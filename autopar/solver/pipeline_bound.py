@@ -15,8 +15,9 @@ A path over ``ceil(M / L)`` such cycles pays the messages each time:
 
     ``fill + drain + ceil(M / L) (time of their blocks + 2 (L - 1) c) + update``.
 
-Where a rank has several stages the mean over ranks of work, memory and waiting is bounded, not each
-cut.
+Where backwards may be run in halves there is no drain, and where warm-ups may be deeper there are
+no such cycles. Where a rank has several stages the mean over ranks of work, memory and waiting is
+bounded, not each cut.
 
 Source: ours.
 """
@@ -34,7 +35,6 @@ from autopar.solver.stages_problem import StageProblem
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
-_HAS_CYCLES = frozenset({ScheduleKind.ONE_F_ONE_B})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,15 @@ class PipelineBound:
     Args:
         problem: The chain; its menus may be relaxed ones, that are no real choice.
         floor: What is known beyond the menus.
+        splits_backward: Whether backwards may be run in halves: ranks need not idle while the
+            pipeline drains.
+        has_cycles: Whether the order is plain 1F1B, with no other warm-up.
     """
 
     problem: StageProblem
     floor: Floor = NO_FLOOR
+    splits_backward: bool = False
+    has_cycles: bool = False
     _kind: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _least: list[float] = field(init=False)
@@ -108,7 +113,8 @@ class PipelineBound:
         self._update = _prefix([b.update_s for b in blocks])
         self._counts = [_prefix([int(k == at) for k in self._kind]) for at in range(len(kinds))]
         self._set_unit([least[k] for k in self._kind])
-        self._ways = 1 if self.problem.schedule is ScheduleKind.FORWARD else 2
+        is_one_way = self.splits_backward or self.problem.schedule is ScheduleKind.FORWARD
+        self._ways = 1 if is_one_way else 2
         self._message_s = min(self.problem.boundary_s, default=0.0)
 
     def _set_unit(self, least: Sequence[float]) -> None:
@@ -164,13 +170,15 @@ class PipelineBound:
             return extra_s
         whole_s = self._whole_s() + extra_s
         update_s = self._update[n] / p
-        around_s = self._ways * self._message_s * (problem.num_stages - 1)
+        path_s = self._forward[n] if self.splits_backward else whole_s
+        path_s += self._ways * self._message_s * (problem.num_stages - 1)
         if problem.virtual > 1:
-            return max(self._in_turns_s(whole_s), whole_s + around_s) + update_s
-        fill_s = whole_s / (1.0 - (1.0 - 1.0 / count) ** p)
-        found = max(fill_s, whole_s + around_s)
-        if problem.schedule in _HAS_CYCLES:
-            found = max(found, -(-count // p) * (whole_s + around_s))
+            return max(self._in_turns_s(whole_s), path_s) + update_s
+        if self.splits_backward:
+            return max(count * whole_s / p, path_s) + update_s
+        found = max(whole_s / (1.0 - (1.0 - 1.0 / count) ** p), path_s)
+        if self.has_cycles:
+            found = max(found, -(-count // p) * path_s)
         return found + update_s
 
     def _in_turns_s(self, whole_s: float) -> float:
@@ -184,7 +192,8 @@ class PipelineBound:
         waits_s = 0.0
         for rank in range(1, p):
             first = max(rank, n - problem.most_blocks * (stages - rank))
-            waits_s += self._time[first] + self._ways * rank * self._message_s
+            filled = self._forward if self.splits_backward else self._time
+            waits_s += filled[first] + self._ways * rank * self._message_s
         once_s = self._gather[n] + self._reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
@@ -197,9 +206,11 @@ class PipelineBound:
         """Seconds of a run of blocks with memory to spare."""
         time_s = self._time[high] - self._time[low]
         if self._unit_gain_s:
-            units = min(row[high] - row[low] for row in self._unit)
-            units -= sum(low <= end < high for end in self._unit_ends)
-            time_s += self._unit_gain_s * max(0, units)
+            units = min([row[high] - row[low] for row in self._unit])
+            first, last = self._unit_ends
+            units -= (low <= first < high) + (low <= last < high)
+            if units > 0:
+                time_s += self._unit_gain_s * units
         return time_s
 
     def _extra_s(self, low: int, high: int, room: float, flight: float) -> float:
@@ -215,7 +226,7 @@ class PipelineBound:
         for kind, seconds, less in self._steps:
             if room >= 0:
                 return extra_s
-            if counts[kind]:
+            if counts[kind] and flight > 0:
                 moved = min(float(counts[kind]), -room / (flight * less))
                 extra_s += moved * seconds
                 room += moved * flight * less
@@ -225,7 +236,15 @@ class PipelineBound:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
         room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._state[n]
-        return self._extra_s(0, n, room, min(problem.in_flight))
+        flight = float(min(problem.in_flight))
+        if problem.together:  # a mean of moments is exceeded by one of them
+            flight = min(
+                sum(moment[s].before for moment in moments if s in moment) / len(moments)
+                for device in range(problem.pp)
+                for moments in (problem.moments(device),)
+                for s in problem.stages_of(device)
+            )
+        return self._extra_s(0, n, room, flight)
 
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
@@ -233,7 +252,7 @@ class PipelineBound:
         gather_s = self._gather[high] - self._gather[low]
         reduce_s = self._reduce[high] - self._reduce[low]
         before_s = self._forward[low]
-        after_s = self._time[low] - before_s
+        after_s = 0.0 if self.splits_backward else self._time[low] - before_s
         around_s = max(
             before_s + after_s + self._ways * stage * self._message_s,
             max(gather_s, before_s) + max(reduce_s, after_s),
@@ -250,10 +269,9 @@ class PipelineBound:
         """Whether stages that take as many blocks as they can take them all."""
         problem, n = self.problem, len(self.problem.blocks)
         p = problem.pp
-        cycles = problem.schedule in _HAS_CYCLES
         at, length = 0, max(1, n // p)
         for stage in range(p):
-            if cycles and not self._passes_around(at, stage, step_s):
+            if self.has_cycles and not self._passes_around(at, stage, step_s):
                 return False
             high = self._furthest(at, stage, step_s, length)
             length = max(1, high - at)

@@ -12,19 +12,27 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.plan.actions import ActionKind
-from autopar.plan.schedule import action_lists, compute_order, in_flight
+from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
 from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
-from autopar.solver.pipeline_bound import NO_FLOOR, PipelineBound
+from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
+from autopar.solver.schedule_choice import (
+    ChosenOrder,
+    alive_of,
+    best_order,
+    flights,
+    is_open_order,
+    may_split_backward,
+    plain_order,
+)
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
@@ -33,18 +41,16 @@ from autopar.solver.stages_problem import (
     BlockMenu,
     StageProblem,
     StageSolution,
-    bounds,
     least_memory_bytes,
     memory_bytes,
     surrogate_s,
 )
-from cost_models.simulate import StageSeconds, simulate
 
 Sizes = tuple[int, int, int]
+_Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 3
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
-STEADY_ROUNDS = 3  # rounds of micro-batches through the pipeline after which a step is periodic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +138,13 @@ class Ranker:
     _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
         default_factory=dict
     )
-    _parameters: dict[tuple[Sizes, int], SplitsProblem] = field(default_factory=dict)
-    _flights: dict[tuple[ScheduleKind, int, int, int], tuple[int, ...]] = field(
-        default_factory=dict
-    )
+    _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
+    _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
     _uncut: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _least: dict[tuple[Sizes, int], list[ParameterCost]] = field(default_factory=dict)
+    _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
+    _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
+    _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.analysis)
@@ -164,7 +170,7 @@ class Ranker:
         floor = body.floor if effort > 1 else NO_FLOOR
         found = math.inf
         for level in self._levels(shape):
-            bound = PipelineBound(self._relaxed(shape, level, body), floor)
+            bound = self._pipeline(shape, self._relaxed(shape, level, body), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
         return found
@@ -176,37 +182,29 @@ class Ranker:
             times = [menu.options[0].total_s for menu in menus]
             self._uncut[mesh.tp] = (sum(times), max(times))
         total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[mesh.tp])
-        if mesh.virtual > 1:
-            return max(count * total / mesh.pp, total, count * largest)
+        splits = may_split_backward(shape.schedule, mesh, self.analysis.constraints)
+        if mesh.virtual > 1 or splits:
+            return max(count * total / mesh.pp, 0.0 if splits else total, count * largest)
         return total / (1.0 - (1.0 - 1.0 / count) ** mesh.pp)
 
     def _relaxed(self, shape: Shape, level: int, body: Body) -> StageProblem:
         """The cut problem of a shape with the least that any splits can give."""
-        place = (shape.sizes, level)
-        if place not in self._least:
-            problem = self.parameters(shape.sizes, level, body)
+        reduces = shape.num_microbatches if level >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, level, reduces)
+        if key not in self._least:
+            costs = self._least_costs(shape.sizes, level, body)
+            self._least[key] = _with_costs(body.least, costs, reduces)
+        return self._stage_problem(shape, self._least[key], body.boundary_bytes, self.limit_bytes)
+
+    def _least_costs(self, sizes: Sizes, level: int, body: Body) -> list[ParameterCost]:
+        """The least that parameters cost, with gradients that are reduced once."""
+        key = self._parameters_key(sizes, level, body)
+        if key not in self._costs:
+            problem = replace(self.parameters(sizes, level, body), num_reduces=1)
             home = self.tables.home(body.structure)
             costs = parameter_costs(self.analysis, body.structure, problem, None, home)
-            self._least[place] = costs
-        costs = self._least[place]
-        menus: list[BlockMenu] = []
-        known: dict[object, str] = {}
-        for menu, cost in zip(body.least, costs, strict=True):
-            key = (menu.key, cost.state_bytes, cost.step_s)
-            menus.append(
-                BlockMenu(
-                    key=known.setdefault(key, str(len(known))),
-                    options=menu.options,
-                    state_bytes=cost.state_bytes,
-                    step_s=cost.step_s,
-                    gather_s=cost.gather_s,
-                    reduce_s=cost.reduce_s,
-                )
-            )
-        least = self.bodies.saved(body.structure).boundary_bytes(
-            body.problem, self.analysis.prices(body.sizes)
-        )
-        return self._stage_problem(shape, tuple(menus), least, self.limit_bytes)
+            self._costs[key] = costs
+        return self._costs[key]
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
@@ -217,17 +215,40 @@ class Ranker:
 
     def model_bound_s(self, ranked: Ranked) -> float:
         """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return PipelineBound(ranked.stage_problem).least_s()
+        return self._pipeline(ranked.shape, ranked.stage_problem).least_s()
+
+    def _pipeline(
+        self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
+    ) -> PipelineBound:
+        """The bound over all cuts and orders of a shape."""
+        wish = self.analysis.constraints
+        is_open = is_open_order(shape.schedule, shape.mesh, wish)
+        kind = shape.schedule
+        return PipelineBound(
+            problem,
+            floor,
+            splits_backward=may_split_backward(kind, shape.mesh, wish),
+            has_cycles=kind is ScheduleKind.ONE_F_ONE_B and not is_open and shape.warmup is None,
+        )
 
     # -- choices -------------------------------------------------------------------------------
     def parameters(self, sizes: Sizes, level: int, body: Body) -> SplitsProblem:
         """The problem of a body with the parameters of a mesh and a ZeRO level."""
-        key = (sizes, level)
+        key = self._parameters_key(sizes, level, body)
         if key not in self._parameters:
             request = self.analysis.request(sizes, level)
             made = with_parameters(body.problem, request, self.analysis.prices(sizes))
             self._parameters[key] = made
-        return self._parameters[key]
+        count = sizes[0]
+        return replace(
+            self._parameters[key],
+            num_microbatches=count,
+            num_reduces=count if level >= 2 else 1,
+        )
+
+    def _parameters_key(self, sizes: Sizes, level: int, body: Body) -> object:
+        """What parameters' costs depend on: not on how many micro-batches there are."""
+        return (sizes[0] > 1, *sizes[1:], level, id(body.structure))
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
@@ -250,7 +271,7 @@ class Ranker:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
             table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-            found = self._cut(shape, level, limit, table, parameters, chosen)
+            found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -286,7 +307,7 @@ class Ranker:
         )
         if states <= LEAN * least:
             return misfit  # no splits have smaller states
-        bound = PipelineBound(relaxed, body.floor)
+        bound = self._pipeline(shape, relaxed, body.floor)
         if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
             return misfit
         key = (shape.sizes, level, shape.mesh.pp)
@@ -350,6 +371,8 @@ class Ranker:
         table: BlockTable,
         problem: SplitsProblem,
         chosen: SplitsSolution,
+        *,
+        best_s: float = math.inf,
     ) -> Ranked | Misfit:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         stages = self._stages(stage_problem)
@@ -365,14 +388,31 @@ class Ranker:
             stages=stages,
             estimate_s=stages.objective_s,
         )
-        return self._estimated(ranked)
+        return self._estimated(ranked, best_s)
 
-    def _estimated(self, ranked: Ranked) -> Ranked:
-        """With the simulated time of its estimated stages: surrogates flatter uneven stages."""
-        estimate_s = simulated_s(
-            ranked.shape, ranked.stage_problem, ranked.stages, zero_level=ranked.zero_level
+    def _estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
+        """In its best order, with its simulated time: surrogates flatter uneven stages."""
+        shape = ranked.shape
+        found = best_order(
+            shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
+            self.analysis.constraints, is_promising=lambda: self._may_beat(ranked, best_s),
+        )  # fmt: skip
+        return _in_order(ranked, found)
+
+    def _may_beat(self, ranked: Ranked, best_s: float) -> bool:
+        """Whether another order of a shape can be better than a plan that is known."""
+        return math.isinf(best_s) or self._pipeline(ranked.shape, ranked.stage_problem).may_beat(
+            best_s
         )
-        return replace(ranked, estimate_s=estimate_s)
+
+    def in_plain_order(self, ranked: Ranked) -> Ranked | None:
+        """The same cuts as plain 1F1B, which holds less; None if they are, or must not be."""
+        shape = ranked.shape
+        if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
+            return None
+        found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
+        plain = _in_order(ranked, found)
+        return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
     def _stage_problem(
@@ -386,9 +426,13 @@ class Ranker:
         mesh, count = shape.mesh, shape.num_microbatches
         boundary_s = (0.0,) * len(boundary_bytes)
         if mesh.pp > 1:
-            boundary_s = tuple(
-                sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
-            )
+            key = (boundary_bytes, self.analysis.slowest_group(mesh, "pp"))
+            if key not in self._pairs:
+                self._pairs[key] = tuple(
+                    sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
+                )
+            boundary_s = self._pairs[key]
+        in_flight, together = self._alive(shape)
         return StageProblem(
             blocks=menus,
             boundary_s=boundary_s,
@@ -396,9 +440,11 @@ class Ranker:
             virtual=mesh.virtual,
             num_microbatches=count,
             schedule=shape.schedule,
-            in_flight=self._in_flight(shape),
+            in_flight=in_flight,
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
+            placement=mesh.placement,
+            together=together,
         )
 
     def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
@@ -409,15 +455,15 @@ class Ranker:
             self._messages[key] = model.collective_time_s("p2p", num_bytes, ends)
         return self._messages[key]
 
-    def _in_flight(self, shape: Shape) -> tuple[int, ...]:
-        """Most micro-batches alive at once, per stage."""
-        mesh, count, kind = shape.mesh, shape.num_microbatches, shape.schedule
-        if kind is ScheduleKind.ONE_F_ONE_B and mesh.virtual == 1:
-            return tuple(min(count, mesh.pp - s) for s in range(mesh.pp))
-        key = (kind, mesh.pp, mesh.virtual, count)
+    def _alive(self, shape: Shape) -> _Alive:
+        """Micro-batches alive per stage, and together per rank."""
+        mesh, kind, warmup = shape.mesh, shape.schedule, shape.warmup
+        key = (kind, replace(mesh, dp=1, tp=1), warmup, shape.num_microbatches)
         if key not in self._flights:
-            order = compute_order(kind, mesh.pp, mesh.virtual, count)
-            self._flights[key] = tuple(in_flight(order, s) for s in range(mesh.num_stages))
+            count = shape.num_microbatches
+            self._flights[key] = (
+                flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
+            )  # fmt: skip
         return self._flights[key]
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:
@@ -440,60 +486,36 @@ class Ranker:
         )
 
 
-def simulated_s(
-    shape: Shape, problem: StageProblem, solution: StageSolution, *, zero_level: int = 0
-) -> float:
-    """Simulated seconds of a step from the menus' figures.
-
-    A step of many micro-batches is periodic after some rounds; what follows is added, not run.
-    """
-    mesh, count = shape.mesh, shape.num_microbatches
-    round_ = mesh.pp
-    rounds = STEADY_ROUNDS + (mesh.virtual > 1)
-    enough = rounds * round_ + count % round_
-    if count <= enough + 2 * round_:
-        return _simulated_s(shape, problem, solution, zero_level, count)
-    first_s, second_s = (
-        _simulated_s(shape, problem, solution, zero_level, n) for n in (enough, enough + round_)
-    )
-    return first_s + (count - enough) / round_ * (second_s - first_s)
-
-
-def _simulated_s(
-    shape: Shape, problem: StageProblem, solution: StageSolution, zero_level: int, count: int
-) -> float:
-    mesh = shape.mesh
-    runs = bounds(solution.starts, len(problem.blocks))
-    chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
-    reduces = shape.num_microbatches if zero_level >= 2 else 1
-    seconds = [
-        StageSeconds(
-            forward_s=sum(o.forward_s for o in chosen[low:high]),
-            backward_s=sum(o.backward_s for o in chosen[low:high]),
-            once_s={
-                ActionKind.UNSHARD: sum(b.gather_s for b in problem.blocks[low:high]),
-                ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in problem.blocks[low:high]) / reduces,
-            },
+def _with_costs(
+    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
+) -> tuple[BlockMenu, ...]:
+    """Relaxed menus with what their blocks' parameters cost."""
+    found: list[BlockMenu] = []
+    known: dict[object, str] = {}
+    for menu, cost in zip(menus, costs, strict=True):
+        reduce_s = reduces * cost.reduce_s
+        step_s = cost.step_s - cost.reduce_s + reduce_s
+        found.append(
+            BlockMenu(
+                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
+                options=menu.options,
+                state_bytes=cost.state_bytes,
+                step_s=step_s,
+                gather_s=cost.gather_s,
+                reduce_s=reduce_s,
+            )
         )
-        for low, high in runs
-    ]
-    update = [sum(b.update_s for b in problem.blocks[low:high]) for low, high in runs]
-    order = compute_order(shape.schedule, mesh.pp, mesh.virtual, count)
-    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
-    back = [(s, s - 1) for s in range(1, mesh.num_stages)]
-    trains = shape.schedule is not ScheduleKind.FORWARD
-    lists = action_lists(
-        order,
-        mesh,
-        forward_edges=ahead,
-        backward_edges=back if trains else (),
-        zero_levels=(zero_level,) * mesh.num_stages,
+    return tuple(found)
+
+
+def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
+    return replace(
+        ranked,
+        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
+        stage_problem=found.problem,
+        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
+        estimate_s=found.time_s,
     )
-    links = {}
-    for s, start in enumerate(solution.starts, 1):
-        links[s - 1, s] = links[s, s - 1] = (2 if not trains else 1) * problem.boundary_s[start - 1]
-    run = simulate(lists, seconds, p2p_s=links)
-    return run.makespan_s + max(sum(update[d :: mesh.pp]) for d in range(mesh.pp))
 
 
 def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:

@@ -20,6 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
 from autopar.sharding.build import localize
 from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, shapes
@@ -241,7 +242,7 @@ class _Search:
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         limit = self.limit_bytes
-        outcome = self._evaluate(analysis, ranked)
+        outcome = self._evaluate(analysis, ranker, ranked)
         for _ in range(TIGHTEN_TRIES):
             if outcome.fits:
                 break
@@ -259,16 +260,24 @@ class _Search:
                 found = ranker.rank(ranked.shape, limit_bytes=limit)
             if isinstance(found, Misfit):
                 break
-            outcome = self._evaluate(analysis, found)
+            outcome = self._evaluate(analysis, ranker, found)
         self.progress(
             f"{ranked.shape}: {format_time(outcome.figures.step_s)}, "
             f"{format_bytes(outcome.figures.peak_bytes)}"
         )
         return outcome
 
-    def _evaluate(self, analysis: Analysis, ranked: Ranked) -> Outcome:
+    def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
+        """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
         programs = localize(analysis.graph, decisions, analysis.signatures)
+        outcome = self._priced(analysis, ranked, decisions, programs)
+        plain = None if outcome.fits else ranker.in_plain_order(ranked)
+        return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
+
+    def _priced(
+        self, analysis: Analysis, ranked: Ranked, decisions: Decisions, programs: LocalPrograms
+    ) -> Outcome:
         setting = Setting(
             cluster=analysis.cluster,
             model=analysis.model,
@@ -278,6 +287,7 @@ class _Search:
             zero_levels=decisions.zero_levels,
             optimizer=analysis.optimizer,
             optimizer_s_per_byte=analysis.optimizer_s_per_byte,
+            warmup=ranked.shape.warmup,
         )
         figures = exact_figures(programs, setting)
         fits = figures.peak_bytes <= self.limit_bytes

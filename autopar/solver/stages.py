@@ -12,6 +12,9 @@ Minimise a surrogate of the step (the event simulator decides later):
 * 1F1B: ``sum_s t_s + 2 sum_s c_s + (M - 1) P``, with one row per dependency cycle i..j:
   ``(j - i + 1) P >= sum_{i..j} t + 2 sum_{i<s<=j} c_s``;
 * GPipe: ``sum_s t_s + 2 sum_s c_s + (M - 1) (P_f + P_b)``, the slowest forward and backward;
+* zero bubble (backwards in two halves, of which ``w_s`` may run at any time): the larger of every
+  rank's ``M sum t + sum of f before it``, and ``sum_s (t_s - w_s) + 2 sum_s c_s + (M - 1) max_s
+  t_s``;
 * interleaved: the larger of ``M P + sum_{s < p - 1} (t_s + 2 c_{s+1})``, with P the sum over chunks
   of their slowest stage (ranks pass the chunks in step), and ``sum_s t_s + 2 sum_s c_s + (M - 1)
   max_s t_s``: with fewer micro-batches than ranks one comes round before the rank is ready for it;
@@ -20,7 +23,8 @@ each with the device's once-per-step work added to the slowest, subject to
 
 (1) contiguous:   ``g[i, s] <= g[i + 1, s]``, ``g[i, s + 1] <= g[i - 1, s]`` (no stage is empty)
 (2) counts:       ``sum_o n[s, k, o] = sum_{i of kind k} x[i, s]``
-(3) memory:       per device ``sum state + in_flight_s * saved + largest transient <= limit``
+(3) memory:       per device, at every moment that no other one exceeds in what is in flight,
+                  ``sum state + in_flight_s * saved + largest transient <= limit``
 (4) fixed cuts:   ``g`` given where the user named the boundaries
 (5) even stages:  ``sum_i x[i, s] <= most`` where a rank has several stages
 
@@ -33,7 +37,7 @@ count variables replace tied copies (tying is suboptimal as soon as memory binds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ortools.sat.python import cp_model
@@ -177,15 +181,17 @@ class _Program:
         problem = self.problem
         limit = (problem.limit_bytes - problem.base_bytes) // MEMORY_UNIT_BYTES
         least = sum(min(o.saved_bytes for o in b.options) + b.state_bytes for b in problem.blocks)
-        most = sum(max(o.saved_bytes for o in b.options) for b in problem.blocks)
+        most = sum(max(max(o.saved_bytes, o.held_bytes) for o in b.options) for b in problem.blocks)
         most = most * max(problem.in_flight) + least
         most += max((o.transient_bytes for b in problem.blocks for o in b.options), default=0)
         if most // MEMORY_UNIT_BYTES + len(problem.blocks) < limit:
             return  # the row can't bind
         for device in range(problem.pp):
             terms: list[Expr] = []
+            chosen: dict[int, list[tuple[Option, cp_model.IntVar]]] = {}
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
-            for s in range(device, problem.num_stages, problem.pp):
+            for s in problem.stages_of(device):
+                chosen[s] = []
                 terms += [
                     _units(block.state_bytes) * self._x[i][s]
                     for i, block in enumerate(problem.blocks)
@@ -193,11 +199,17 @@ class _Program:
                 ]
                 for (kind, o), count in self._n[s].items():
                     option = self._option(kind, o)
-                    terms.append(_units(problem.in_flight[s] * option.saved_bytes) * count)
+                    chosen[s].append((option, count))
                     used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
                     self.model.add(count <= len(self._kinds[kind]) * used)
                     self.model.add(transient >= _units(option.transient_bytes) * used)
-            self.model.add(_sum(terms) + transient <= limit)
+            for moment in problem.moments(device):
+                held = [
+                    _units(option.alive_bytes(alive, s)) * count
+                    for s, alive in moment.items()
+                    for option, count in chosen[s]
+                ]
+                self.model.add(_sum([*terms, *held]) + transient <= limit)
 
     def _objective(self) -> None:
         problem, model = self.problem, self.model
@@ -217,7 +229,10 @@ class _Program:
             for s in range(stages)
         ]
         for d in range(p):
-            model.add(step >= _sum(steps[d::p]))
+            model.add(step >= _sum(steps[s] for s in problem.stages_of(d)))
+        if problem.schedule.splits_backward:
+            self._split_objective(forward, total, message, step, top)
+            return
         if problem.virtual > 1:
             chunks = [model.new_int_var(0, top, f"chunk{k}") for k in range(problem.virtual)]
             for s in range(stages):
@@ -250,6 +265,28 @@ class _Program:
                 model.add(period >= scale // (j - i + 1) * cycle)
         model.minimize(scale * base + (count - 1) * period)
         self.unit_s /= scale
+
+    def _split_objective(
+        self,
+        forward: Sequence[Expr],
+        total: Sequence[Expr],
+        message: Sequence[Expr],
+        step: cp_model.IntVar,
+        top: int,
+    ) -> None:
+        """The larger of every rank's work behind its fill, and of the way of one micro-batch."""
+        problem, model = self.problem, self.model
+        count = problem.num_microbatches
+        slowest = model.new_int_var(0, top, "slowest")
+        body = model.new_int_var(0, (count + 2 * problem.pp) * top, "body")
+        for s in range(problem.num_stages):
+            model.add(slowest >= total[s])
+        for d in range(problem.pp):
+            busy = _sum(total[s] for s in problem.stages_of(d))
+            model.add(body >= count * busy + _sum(forward[:d]) + _sum(message[: d + 1]))
+        first = _sum(total) - _sum(self._time(s, "weight_s") for s in range(problem.num_stages))
+        model.add(body >= first + 2 * _sum(message) + (count - 1) * slowest)
+        model.minimize(body + step)
 
     def start_from(self, choice: tuple[tuple[int, ...], tuple[int, ...]] | None) -> None:
         """Hint a choice, and what follows from it: a part of an assignment is no start."""

@@ -5,11 +5,12 @@ See :mod:`autopar.solver.stages` for the formulation that solves it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.plan.types import ScheduleKind
+from autopar.plan.schedule import Alive
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
 SPREAD = 4  # an interleaved stage may be longer than the mean by one part in so many
 
@@ -24,6 +25,8 @@ class Option:
         backward_s: Seconds of backward per micro-batch, recomputing included.
         saved_bytes: Kept from forward to backward per micro-batch in flight.
         transient_bytes: The most that is alive inside one pass beyond that.
+        weight_s: The part of ``backward_s`` that makes gradients of weights alone.
+        held_bytes: Kept between the two halves of a backward per micro-batch.
     """
 
     name: str
@@ -31,6 +34,13 @@ class Option:
     backward_s: float
     saved_bytes: int
     transient_bytes: int
+    weight_s: float = 0.0
+    held_bytes: int = 0
+
+    def alive_bytes(self, alive: Alive, stage: int) -> int:
+        """Bytes of what is in flight; the first stage does all of a backward in its second half."""
+        held = self.saved_bytes if stage == 0 else self.held_bytes
+        return alive.before * self.saved_bytes + alive.between * held
 
     @property
     def total_s(self) -> float:
@@ -72,13 +82,16 @@ class StageProblem:
         blocks: In forward order.
         boundary_s: Seconds of one message over the boundary before block 1, 2, ..., one way.
         pp: Pipeline ranks.
-        virtual: Stages per rank; stage ``s`` runs on rank ``s % pp``.
+        virtual: Stages per rank.
         num_microbatches: Micro-batches per step.
         schedule: Order of forwards and backwards.
         in_flight: Most micro-batches alive at once, per stage.
+        together: Per rank, micro-batches alive in its stages at moments that no other one exceeds;
+            empty: every stage at its most.
         limit_bytes: Memory of a device.
         base_bytes: Bytes on every device whatever it runs.
         fixed_starts: First block of stages 1, 2, ... if given by the user.
+        placement: Which rank has which stages.
     """
 
     blocks: tuple[BlockMenu, ...]
@@ -91,6 +104,8 @@ class StageProblem:
     limit_bytes: int
     base_bytes: int = 0
     fixed_starts: tuple[int, ...] | None = None
+    placement: StagePlacement = StagePlacement.LOOP
+    together: tuple[tuple[Mapping[int, Alive], ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -109,6 +124,21 @@ class StageProblem:
         if self.virtual == 1 or self.fixed_starts is not None:
             return count
         return -(-count // stages) + max(1, count // (SPREAD * stages))
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The pipeline alone."""
+        return MeshShape(pp=self.pp, virtual=self.virtual, placement=self.placement)
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank."""
+        return self.mesh.stages_of(device)
+
+    def moments(self, device: int) -> tuple[Mapping[int, Alive], ...]:
+        """Micro-batches alive in the stages of a rank, at the moments that decide its memory."""
+        if self.together:
+            return self.together[device]
+        return ({s: Alive(self.in_flight[s], 0) for s in self.stages_of(device)},)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +181,18 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
     step = [sum(problem.blocks[i].step_s for i in range(*run)) for run in runs]
     message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
     count, p = problem.num_microbatches, problem.pp
-    device_step = max(sum(step[d::p]) for d in range(p))
+    device_step = max(sum(step[s] for s in problem.stages_of(d)) for d in range(p))
     rounds = (ScheduleKind.GPIPE, ScheduleKind.FORWARD)
     if problem.schedule in rounds and problem.virtual == 1:
         period = max(forward) + max(backward)
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
+    if problem.schedule.splits_backward:
+        weight = [sum(chosen[i].weight_s for i in range(*run)) for run in runs]
+        first = [t - w for t, w in zip(total, weight, strict=True)]
+        ahead = [sum(forward[:d]) + sum(message[: d + 1]) for d in range(p)]
+        busy = [sum(total[s] for s in problem.stages_of(d)) for d in range(p)]
+        chain = sum(first) + 2 * sum(message) + (count - 1) * max(total)
+        return max(*(a + count * b for a, b in zip(ahead, busy, strict=True)), chain) + device_step
     if problem.virtual == 1:
         period = max(
             (sum(total[i : j + 1]) + 2 * sum(message[i + 1 : j + 1])) / (j - i + 1)
@@ -178,13 +215,16 @@ def memory_bytes(
     result = []
     for device in range(problem.pp):
         amount, transient = problem.base_bytes, 0
-        for stage in range(device, problem.num_stages, problem.pp):
-            for i in range(*runs[stage]):
-                option = problem.blocks[i].options[options[i]]
-                amount += problem.blocks[i].state_bytes
-                amount += problem.in_flight[stage] * option.saved_bytes
-                transient = max(transient, option.transient_bytes)
-        result.append(amount + transient)
+        chosen: dict[int, list[Option]] = {}
+        for stage in problem.stages_of(device):
+            chosen[stage] = [problem.blocks[i].options[options[i]] for i in range(*runs[stage])]
+            amount += sum(problem.blocks[i].state_bytes for i in range(*runs[stage]))
+            transient = max(transient, *(o.transient_bytes for o in chosen[stage]))
+        held = max(
+            sum(o.alive_bytes(alive, s) for s, alive in moment.items() for o in chosen[s])
+            for moment in problem.moments(device)
+        )
+        result.append(amount + held + transient)
     return tuple(result)
 
 

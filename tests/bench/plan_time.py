@@ -7,8 +7,8 @@ simulated time (gap) and of the estimates (model gap). Nothing is asserted.
 Batches are those of the papers: GPT-2 (Radford et al. 2019: 512 sequences); Llama 3 (Dubey et al.
 2024: 8M tokens for most of the training of the large ones; 1M here for 8B on 32 devices); 175B,
 530B, 1T (Narayanan et al., SC 2021, tables 1 and 2: as many sequences as devices); T5 (Raffel et
-al. 2020: 2,048 sequences of 512); ViT-22B (Dehghani et al. 2023: 65k images, here 65,536). Mixtral's
-is not published: 4M tokens.
+al. 2020: 2,048 sequences of 512); ViT-22B (Dehghani et al. 2023: 65k images, here 65,536).
+Mixtral's is not published: 4M tokens.
 """
 
 from __future__ import annotations
@@ -159,12 +159,10 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
     if row.make is None:
         graph, key = _graph(), "synthetic"
     else:
-        from autopar.api.compiling import chosen_mode, precision_of
-        from autopar.capture.calls import capture_call
+        from autopar.api.compiling import capture_call, chosen_mode, precision_of
 
         model, batch = row.make()
         built_s = time.monotonic()
-        print(f"model built in {built_s - begin_s:.1f} s", file=sys.stderr)
         begin_s = built_s
         captured = capture_call(
             model,

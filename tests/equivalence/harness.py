@@ -15,7 +15,8 @@ from autopar.capture.reference import bind_inputs, run_graph, whole_parameters
 from autopar.capture.tracing import capture
 from autopar.ir.graph import Graph, InputKind, Node
 from autopar.ir.promote import promote
-from autopar.plan.schedule import action_lists, compute_order
+from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.schedule import action_lists
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.runtime.simulate import SimulatedStep, simulate_step
 from autopar.sharding.build import localize, signatures_of
@@ -67,10 +68,11 @@ def actions_for(
     microbatches: int,
     kind: ScheduleKind,
     zero: Sequence[int],
+    warmup: Sequence[int] | None = None,
 ) -> Sequence[Sequence[object]]:
     """The action lists of every pipeline rank."""
     tied = [(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner]
-    order = compute_order(kind, mesh.pp, mesh.virtual, microbatches)
+    order = order_of(kind, mesh, microbatches, warmup)
     return action_lists(
         order,
         mesh,
@@ -78,6 +80,7 @@ def actions_for(
         backward_edges=tuple(programs.backward_edges),
         tied=tuple(dict.fromkeys(tied)),
         zero_levels=tuple(zero),
+        prefetch=receives_ahead(warmup),
     )
 
 
@@ -88,12 +91,13 @@ def run(
     microbatches: int,
     kind: ScheduleKind,
     zero: Sequence[int] = (),
+    warmup: Sequence[int] | None = None,
 ) -> SimulatedStep:
     """One step of all ranks."""
     return simulate_step(
         programs,
         mesh,
-        actions_for(programs, mesh, microbatches, kind, zero or (0,) * mesh.num_stages),
+        actions_for(programs, mesh, microbatches, kind, zero or (0,) * mesh.num_stages, warmup),
         params=whole_parameters(problem.graph, problem.values),
         inputs=problem.of_kind(InputKind.USER),
         buffers=problem.of_kind(InputKind.BUFFER),

@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import pytest
 
-from autopar.plan.schedule import compute_order, in_flight
-from autopar.plan.types import ScheduleKind
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import first_choice, slowest_stage_bound_s
+from autopar.solver.schedule_choice import alive_of, flights
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -39,7 +39,8 @@ def brute_force(problem: StageProblem) -> float | None:
 
 def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
     rng = random.Random(seed)
-    virtual = 2 if kind is ScheduleKind.INTERLEAVED else 1
+    virtual = 2 if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV) else 1
+    placement = StagePlacement.V if kind is ScheduleKind.ZBV else StagePlacement.LOOP
     pp = 2 if virtual == 2 else rng.choice([2, 3])
     kinds = [
         (
@@ -59,6 +60,8 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
             backward_s=3 * forward_s,
             saved_bytes=saved // 5,
             transient_bytes=saved,
+            weight_s=forward_s,
+            held_bytes=saved // 2,
         )
         none = Option(
             name="none",
@@ -66,10 +69,12 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
             backward_s=2 * forward_s,
             saved_bytes=saved,
             transient_bytes=saved // 2,
+            weight_s=forward_s,
+            held_bytes=saved // 2,
         )
         blocks.append(BlockMenu(key=str(pick), options=(none, full), state_bytes=state))
     count = rng.choice([2, 4])
-    order = compute_order(kind, pp, virtual, count)
+    mesh = MeshShape(pp=pp, virtual=virtual, placement=placement)
     return StageProblem(
         blocks=tuple(blocks),
         boundary_s=tuple(rng.uniform(0.0, 0.3) for _ in range(4)),
@@ -77,8 +82,10 @@ def random_problem(seed: int, kind: ScheduleKind) -> StageProblem:
         virtual=virtual,
         num_microbatches=count,
         schedule=kind,
-        in_flight=tuple(in_flight(order, s) for s in range(pp * virtual)),
+        in_flight=flights(kind, mesh, count),
+        together=alive_of(kind, mesh, count),
         limit_bytes=rng.randint(40, 140) * MIB,
+        placement=placement,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from autopar.cluster import parse_devices
 from autopar.errors import PlanError
 from autopar.plan.check import check_plan
-from autopar.plan.types import MemoryParts, MeshShape, ScheduleKind
+from autopar.plan.types import MemoryParts, MeshShape, ScheduleKind, StagePlacement
 from autopar.units import GIB
 
 
@@ -36,7 +36,24 @@ def test_the_example_plan_is_consistent(example_plan):
         ({"mesh": MeshShape(pp=0)}, "mesh axis 'pp' has size 0, the least is 1"),
         (
             {"mesh": MeshShape(pp=1, virtual=2, dp=4)},
-            "schedule '1f1b' has 1 stage per pipeline rank, the mesh has 2",
+            "schedule '1f1b' has one stage per pipeline rank, not 2; use 'interleaved'",
+        ),
+        ({"warmup": (3, 2, 1)}, r"warmup=\(3, 2, 1\) has 3 depths for 2 pipeline ranks"),
+        ({"warmup": (1, 2)}, r"warmup=\(1, 2\): depths must be at least 1 and must not increase"),
+        (
+            {"warmup": (3, 1), "schedule": ScheduleKind.ZERO_BUBBLE},
+            r"warmup=\(3, 1\) goes with schedule '1f1b', not 'zero_bubble'",
+        ),
+        (
+            {"schedule": ScheduleKind.ZBV},
+            "'zbv' has 2 stages per pipeline rank in a V, the mesh has 1 placed as 'loop'",
+        ),
+        (
+            {
+                "mesh": MeshShape(pp=1, virtual=2, dp=4, placement=StagePlacement.V),
+                "schedule": ScheduleKind.INTERLEAVED,
+            },
+            "schedule 'interleaved' deals stages round robin, not in a V; use 'zbv'",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_an_edited_plan_is_refused_and_the_remedies_named(example_plan):
 
 def test_an_unknown_version_is_named(example_plan):
     text = edited(example_plan, lambda d: d.update(version=99))
-    with pytest.raises(PlanError, match="has version 99, this autopar reads version 3 and older"):
+    with pytest.raises(PlanError, match="has version 99, this autopar reads version 4 and older"):
         plan_from_json(text)
 
 
@@ -129,3 +129,15 @@ def test_a_damaged_field_is_named_with_the_remedy(example_plan, change, message)
         plan_from_json(edited(example_plan, change), source="plan.json", accept_edits=True)
     assert str(caught.value).startswith("plan.json")
     assert "plan again" in str(caught.value)
+
+
+def test_fields_that_an_older_version_has_not_yet_get_their_defaults(example_plan):
+    def as_version_3(data):
+        data["version"] = 3
+        for candidate in data["plan"]["runners_up"]:
+            del candidate["terms"]
+
+    text = edited(example_plan, as_version_3)
+    assert plan_from_json(text, accept_edits=True) == example_plan
+    with pytest.raises(PlanError, match=r"lacks the field plan\.runners_up\[0\]\.terms"):
+        plan_from_json(text.replace('"version": 3', '"version": 4'), accept_edits=True)

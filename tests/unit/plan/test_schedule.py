@@ -20,7 +20,8 @@ from autopar.plan.schedule_check import check_actions
 from autopar.plan.schedule_text import unit_spans
 from autopar.plan.types import MeshShape, ScheduleKind
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED, FORWARD = ScheduleKind
+GPIPE, ONE_F_ONE_B = ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B
+INTERLEAVED, FORWARD = ScheduleKind.INTERLEAVED, ScheduleKind.FORWARD
 TRAINING = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 
 

@@ -1,0 +1,290 @@
+"""Orders of forwards and backwards that share the cuts of a shape: which is the fastest that fits.
+
+A shape of one stage per pipeline rank is ranked as plain 1F1B. Once its cuts are known, the event
+simulator runs them in other orders too:
+
+* 1F1B with a deeper warm-up: point-to-point time is a tax on every micro-batch of plain 1F1B, and
+  twice the warm-up (``2 (p - i) - 1`` on rank ``i``) buys most of it back for memory; where memory
+  is short, as deep as fits;
+* zero bubble (ZB-H1): gradients of weights fill what would be bubbles.
+
+An order is taken over plain 1F1B if it is faster by more than rounding: it holds more.
+
+Source: eager 1F1B: Zhuang et al., MLSys 2023. Zero bubble: Qi et al., ICLR 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.plan.actions import ActionKind
+from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.schedule import (
+    Alive,
+    Compute,
+    Order,
+    action_lists,
+    alive_together,
+    in_flight,
+)
+from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.constraints import Constraints
+from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
+from cost_models.simulate import StageSeconds, simulate
+
+STEADY_ROUNDS = 3
+"""Rounds of micro-batches through the pipeline after which a step repeats itself."""
+
+LEAST_GAIN = 1e-6
+"""Share of a step by which another order must be faster than plain 1F1B."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenOrder:
+    """An order with what it takes.
+
+    Attributes:
+        schedule: Its kind.
+        warmup: Its warm-up depths, where they are not those of the kind.
+        problem: The cut problem with the order's micro-batches in flight.
+        memory_bytes: Estimated peak per pipeline rank.
+        time_s: Simulated seconds of a step from the menus' figures.
+    """
+
+    schedule: ScheduleKind
+    warmup: tuple[int, ...] | None
+    problem: StageProblem
+    memory_bytes: tuple[int, ...]
+    time_s: float
+
+
+def flights(
+    schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Most micro-batches alive at once, by stage."""
+    order = order_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)
+    return tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
+
+
+def _rows(order: Order, mesh: MeshShape) -> Iterator[tuple[int, tuple[Compute, ...]]]:
+    """The row in which each stage is computed."""
+    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
+    for stage in range(mesh.num_stages):
+        yield stage, order[rank_of[stage]]
+
+
+def _enough(
+    schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> int:
+    """Micro-batches after which a step repeats itself; as many as there are if they are fewer."""
+    if schedule in (ScheduleKind.GPIPE, ScheduleKind.FORWARD):
+        return count  # all forwards come first: what is alive grows with their number
+    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
+    return min(count, rounds * mesh.pp + count % mesh.pp)
+
+
+def alive_of(
+    schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+    """What is alive at once in the stages of a rank.
+
+    Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
+    """
+    count = _enough(schedule, mesh, count, warmup)
+    return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
+
+
+def _alive_of(
+    schedule: ScheduleKind, mesh: MeshShape, order: Order
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
+    if mesh.virtual == 1 and not schedule.splits_backward:
+        return ()
+    return alive_together(order)
+
+
+def is_open_order(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:
+    """Whether a shape's order is one of several that share its cuts."""
+    return (
+        schedule in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE)
+        and mesh.virtual == 1
+        and mesh.pp > 1
+        and wish.warmup is None
+        and wish.schedule in (None, ScheduleKind.ONE_F_ONE_B)
+    )
+
+
+def may_split_backward(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:
+    """Whether a plan of a shape may run the halves of backwards apart."""
+    if wish.schedule is not None:
+        return wish.schedule.splits_backward
+    return schedule.splits_backward or is_open_order(schedule, mesh, wish)
+
+
+def best_order(
+    schedule: ScheduleKind,
+    warmup: tuple[int, ...] | None,
+    mesh: MeshShape,
+    problem: StageProblem,
+    stages: StageSolution,
+    wish: Constraints,
+    *,
+    is_promising: Callable[[], bool] = lambda: True,
+) -> ChosenOrder:
+    """The fastest order that fits, for given cuts; the shape's own if no other is better.
+
+    Args:
+        schedule: The shape's.
+        warmup: Likewise.
+        mesh: Likewise.
+        problem: The cut problem.
+        stages: Its cuts and options.
+        wish: What the user fixed.
+        is_promising: Whether it is worth while to try others than plain 1F1B.
+    """
+    own = _tried(schedule, warmup, mesh, problem, stages)
+    if not is_open_order(schedule, mesh, wish):
+        return own
+    best = plain = plain_order(mesh, problem, stages)
+    limit_s = plain.time_s * (1 - LEAST_GAIN)
+    others = _others(mesh, plain, stages, wish) if is_promising() else ()
+    for kind, depths in others:
+        found = _tried(kind, depths, mesh, problem, stages)
+        fits = max(found.memory_bytes) <= problem.limit_bytes
+        if fits and found.time_s < min(limit_s, best.time_s):
+            best = found
+    if best is plain and max(plain.memory_bytes) > problem.limit_bytes:
+        return own
+    return best
+
+
+def plain_order(mesh: MeshShape, problem: StageProblem, stages: StageSolution) -> ChosenOrder:
+    """Plain 1F1B of given cuts."""
+    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages)
+
+
+def _others(
+    mesh: MeshShape, plain: ChosenOrder, stages: StageSolution, wish: Constraints
+) -> Iterator[tuple[ScheduleKind, tuple[int, ...] | None]]:
+    deeper = deeper_warmup(mesh, plain.problem, stages)
+    if deeper is not None:
+        yield ScheduleKind.ONE_F_ONE_B, deeper
+    if wish.schedule is None:
+        yield ScheduleKind.ZERO_BUBBLE, None
+
+
+def deeper_warmup(
+    mesh: MeshShape, problem: StageProblem, stages: StageSolution
+) -> tuple[int, ...] | None:
+    """Twice the plain warm-up as far as memory and micro-batches go; None if that is the plain one.
+
+    Args:
+        mesh: One stage per pipeline rank.
+        problem: The cut problem with plain 1F1B's micro-batches in flight.
+        stages: Its cuts and options.
+    """
+    runs = bounds(stages.starts, len(problem.blocks))
+    needed = memory_bytes(problem, stages.starts, stages.options)
+    depths: list[int] = []
+    for rank, (low, high) in enumerate(runs):
+        plain = mesh.pp - rank
+        each = sum(
+            problem.blocks[i].options[stages.options[i]].saved_bytes for i in range(low, high)
+        )
+        room = problem.limit_bytes - needed[rank]
+        more = max(0, room) // each if each else plain
+        depth = max(1, min(2 * plain - 1, plain + more, problem.num_microbatches))
+        depths.append(min(depth, depths[-1]) if depths else depth)
+    classic = [min(mesh.pp - rank, problem.num_microbatches) for rank in range(mesh.pp)]
+    return tuple(depths) if depths > classic else None
+
+
+def _tried(
+    kind: ScheduleKind,
+    warmup: tuple[int, ...] | None,
+    mesh: MeshShape,
+    problem: StageProblem,
+    stages: StageSolution,
+) -> ChosenOrder:
+    count = problem.num_microbatches
+    enough = _enough(kind, mesh, count, warmup)
+    order = order_of(kind, mesh, enough, warmup)
+    alive = tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
+    tried = replace(problem, schedule=kind, in_flight=alive, together=_alive_of(kind, mesh, order))
+    return ChosenOrder(
+        schedule=kind,
+        warmup=warmup,
+        problem=tried,
+        memory_bytes=memory_bytes(tried, stages.starts, stages.options),
+        time_s=simulated_s(mesh, tried, stages, warmup),
+    )
+
+
+def simulated_s(
+    mesh: MeshShape,
+    problem: StageProblem,
+    solution: StageSolution,
+    warmup: tuple[int, ...] | None = None,
+) -> float:
+    """Simulated seconds of a step from the menus' figures.
+
+    A step of many micro-batches is periodic after some rounds: what follows is added, not run. The
+    optimizer's seconds are added last.
+    """
+    kind, count = problem.schedule, problem.num_microbatches
+    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
+    enough = rounds * mesh.pp + count % mesh.pp
+    run = _Run(mesh, problem, solution, receives_ahead(warmup))
+    if count <= enough + 2 * mesh.pp:
+        return run.step_s(order_of(kind, mesh, count, warmup))
+    first_s, second_s = (
+        run.step_s(order_of(kind, mesh, n, warmup)) for n in (enough, enough + mesh.pp)
+    )
+    return first_s + (count - enough) / mesh.pp * (second_s - first_s)
+
+
+class _Run:
+    """Estimated stages, to be run in any order."""
+
+    def __init__(
+        self, mesh: MeshShape, problem: StageProblem, solution: StageSolution, ahead: int
+    ) -> None:
+        self._mesh, self._problem, self._ahead = mesh, problem, ahead
+        blocks = problem.blocks
+        chosen = [b.options[o] for b, o in zip(blocks, solution.options, strict=True)]
+        runs = bounds(solution.starts, len(blocks))
+        self._seconds = []
+        for stage, (low, high) in enumerate(runs):
+            backward_s = sum(o.backward_s for o in chosen[low:high])
+            # nothing waits for the first stage's backward: all of it is the half of the weights
+            weight_s = backward_s if stage == 0 else sum(o.weight_s for o in chosen[low:high])
+            gather_s = sum(b.gather_s for b in blocks[low:high])
+            reduce_s = sum(b.reduce_s for b in blocks[low:high])
+            self._seconds.append(
+                StageSeconds(
+                    forward_s=sum(o.forward_s for o in chosen[low:high]),
+                    backward_s=backward_s,
+                    weight_s=min(weight_s, backward_s),
+                    once_s={ActionKind.UNSHARD: gather_s, ActionKind.REDUCE_GRAD: reduce_s},
+                )
+            )
+        update = [sum(b.update_s for b in blocks[low:high]) for low, high in runs]
+        self._update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+        self._links: dict[tuple[int, int], float] = {}
+        # a message is the mean of both ways
+        ways = 1 if problem.schedule is not ScheduleKind.FORWARD else 2
+        for s, start in enumerate(solution.starts, 1):
+            seconds = ways * problem.boundary_s[start - 1]
+            self._links[s - 1, s] = self._links[s, s - 1] = seconds
+
+    def step_s(self, order: Order) -> float:
+        """Seconds of a step in an order."""
+        mesh = self._mesh
+        lists = action_lists(
+            order,
+            mesh,
+            forward_edges=[(s - 1, s) for s in range(1, mesh.num_stages)],
+            backward_edges=[(s, s - 1) for s in range(1, mesh.num_stages)],
+            prefetch=self._ahead,
+        )
+        return simulate(lists, self._seconds, p2p_s=self._links).makespan_s + self._update_s

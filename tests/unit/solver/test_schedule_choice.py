@@ -1,0 +1,229 @@
+"""Which order the solver takes: zero bubble or a deeper warm-up where they win and fit."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from autopar.errors import ConfigError, ConstraintError
+from autopar.plan.orders import order_of, plain_warmup
+from autopar.plan.schedule import in_flight
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
+from autopar.solver.constraints import Constraints
+from autopar.solver.force import ProportionalCostModel, forced_plan
+from autopar.solver.ranking import _best_cut_s
+from autopar.solver.schedule_choice import best_order, deeper_warmup, flights, simulated_s
+from autopar.solver.stages_problem import (
+    BlockMenu,
+    Option,
+    StageProblem,
+    StageSolution,
+    memory_bytes,
+    surrogate_s,
+)
+from autopar.units import MIB
+from tests.joint_graphs import residual_network
+from tests.unit.solver.test_search import plan_for
+
+PLAIN, H1, ZBV = ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV
+PP, COUNT = 4, 8
+MESH = MeshShape(pp=PP)
+WIDE = residual_network(8, rows=64, width=256, hidden=1024)
+
+
+def chain(seconds, weight_s, message_s, *, limit=1 << 40, mesh=MESH, count=COUNT, kind=PLAIN):
+    """A block per stage: forward, twice that backward of which ``weight_s`` is for weights."""
+    blocks = tuple(
+        BlockMenu(
+            key=f"{s}",
+            options=(
+                Option(
+                    name="none", forward_s=s, backward_s=2 * s, saved_bytes=MIB,
+                    transient_bytes=0, weight_s=weight_s * s, held_bytes=MIB,
+                ),
+            ),
+            state_bytes=0,
+        )
+        for s in seconds
+    )  # fmt: skip
+    return StageProblem(
+        blocks=blocks,
+        boundary_s=(message_s,) * (len(blocks) - 1),
+        pp=mesh.pp,
+        virtual=mesh.virtual,
+        num_microbatches=count,
+        schedule=kind,
+        in_flight=flights(kind, mesh, count),
+        limit_bytes=limit,
+        placement=mesh.placement,
+    )
+
+
+def cut(problem, starts):
+    options = (0,) * len(problem.blocks)
+    return StageSolution(
+        starts=starts,
+        options=options,
+        objective_s=surrogate_s(problem, starts, options),
+        bound_s=0.0,
+        memory_bytes=memory_bytes(problem, starts, options),
+        is_optimal=False,
+    )
+
+
+def chosen(problem, **wish):
+    found = best_order(PLAIN, None, MESH, problem, cut(problem, (1, 2, 3)), Constraints(**wish))
+    return found.schedule, found.warmup
+
+
+def test_zero_bubble_is_taken_where_weights_fill_the_bubble():
+    problem = chain([1.0] * PP, 1.0, 0.0)
+    found = best_order(PLAIN, None, MESH, problem, cut(problem, (1, 2, 3)), Constraints())
+    assert (found.schedule, found.warmup) == (H1, None)
+    # M (F + I + W) + (p - 1) (F + I - W) and the first stage's backward in one: nothing waits
+    assert found.time_s == pytest.approx(8 * 3 + 3 * 1)
+    assert found.memory_bytes == (4 * MIB,) * 4
+
+
+def test_zero_bubble_is_not_taken_where_its_micro_batches_do_not_fit():
+    # zero bubble holds four on every rank; plain 1F1B four on the first one only
+    problem = chain([1.0] * PP, 1.0, 0.0, limit=4 * MIB)
+    heavy = Option(
+        name="none", forward_s=1.0, backward_s=2.0, saved_bytes=2 * MIB, transient_bytes=0,
+        weight_s=1.0, held_bytes=2 * MIB,
+    )  # fmt: skip
+    blocks = (*problem.blocks[:-1], BlockMenu(key="heavy", options=(heavy,), state_bytes=0))
+    tight = StageProblem(
+        **{n: getattr(problem, n) for n in StageProblem.__slots__ if n != "blocks"}, blocks=blocks
+    )
+    assert chosen(tight) == (PLAIN, None)
+
+
+def test_weights_that_take_no_time_apart_leave_plain_1f1b():
+    assert chosen(chain([1.0] * PP, 0.0, 0.0)) == (PLAIN, None)
+
+
+def test_a_deeper_warm_up_is_taken_where_messages_tax_every_micro_batch():
+    problem = chain([1.0] * PP, 1.0, 0.5)
+    assert chosen(problem, schedule=PLAIN) == (PLAIN, (7, 5, 3, 1))
+    assert chosen(chain([1.0] * PP, 1.0, 0.0), schedule=PLAIN) == (PLAIN, None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "depths"),
+    [(7, (7, 5, 3, 1)), (6, (6, 5, 3, 1)), (5, (5, 5, 3, 1)), (4, (4, 4, 3, 1)), (3, (3, 3, 3, 1))],
+)
+def test_the_warm_up_goes_as_deep_as_memory(limit, depths):
+    problem = chain([1.0] * PP, 1.0, 0.5, limit=limit * MIB)
+    found = deeper_warmup(MESH, problem, cut(problem, (1, 2, 3)))
+    if limit < PP:  # plain 1F1B does not fit either
+        return
+    assert found == depths
+    order = order_of(PLAIN, MESH, COUNT, found)
+    assert [in_flight(order, s) for s in range(PP)] == list(found)
+
+
+def test_no_warm_up_is_deeper_than_the_micro_batches():
+    problem = chain([1.0] * PP, 1.0, 0.5, count=3)
+    assert deeper_warmup(MESH, problem, cut(problem, (1, 2, 3))) == (3, 3, 3, 1)
+    assert (
+        deeper_warmup(MESH, chain([1.0] * PP, 1.0, 0.5, count=1), cut(problem, (1, 2, 3))) is None
+    )
+
+
+def test_what_the_user_fixed_stays():
+    problem = chain([1.0] * PP, 1.0, 0.5)
+    own = (5, 4, 2, 1)
+    wish = Constraints(pp=PP, warmup=own)
+    found = best_order(PLAIN, own, MESH, problem, cut(problem, (1, 2, 3)), wish)
+    assert (found.schedule, found.warmup) == (PLAIN, own)
+    found = best_order(H1, None, MESH, problem, cut(problem, (1, 2, 3)), Constraints(schedule=H1))
+    assert found.schedule is H1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_of_any_cut_is_faster_than_the_bound(seed):
+    rng = random.Random(seed)
+    count, pp = rng.choice([1, 2, 3, 7]), rng.choice([2, 3])
+    seconds = [rng.uniform(0.2, 2.0) for _ in range(6)]
+    weight, message_s = rng.uniform(0, 2), rng.choice([0.0, 0.3])
+    totals, forwards = [3 * s for s in seconds], seconds
+    bound_s = _best_cut_s(totals, forwards, pp, count)
+    whole_s = _best_cut_s(totals, totals, pp, count)
+    assert bound_s <= whole_s
+    mesh = MeshShape(pp=pp)
+    deep = tuple(2 * w for w in plain_warmup(pp))
+    for starts in combinations(range(1, 6), pp - 1):
+        for kind, warmup in ((PLAIN, None), (PLAIN, deep), (H1, None)):
+            problem = chain(seconds, weight, message_s, mesh=mesh, count=count, kind=kind)
+            order = order_of(kind, mesh, count, warmup)
+            time_s = simulated_s(order, mesh, problem, cut(problem, starts))
+            assert time_s >= (bound_s if kind is H1 else whole_s) * (1 - 1e-9)
+    v = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
+    if v.num_stages > 5:
+        return
+    for starts in combinations(range(1, 6), v.num_stages - 1):
+        problem = chain(seconds, weight, message_s, mesh=v, count=count, kind=ZBV)
+        time_s = simulated_s(order_of(ZBV, v, count), v, problem, cut(problem, starts))
+        least_s = max(count * sum(totals) / pp, count * max(totals))
+        assert time_s >= least_s * (1 - 1e-9)
+
+
+@pytest.fixture(scope="module")
+def open_plan():
+    degrees = {"dp": 1, "tp": 1, "pp": 4, "num_microbatches": 8, "recompute": "none"}
+    plan, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel(), **degrees)
+    return plan, degrees
+
+
+def test_the_search_takes_split_backwards_and_its_bound_holds_for_every_schedule(open_plan):
+    plan, degrees = open_plan
+    assert plan.schedule.splits_backward
+    for kind in (ScheduleKind.GPIPE, PLAIN, ScheduleKind.INTERLEAVED, H1, ZBV):
+        more = {"virtual": 2} if kind is ScheduleKind.INTERLEAVED else {}
+        forced, _ = plan_for(
+            WIDE, "4:cpu", model=ProportionalCostModel(), **degrees, **more, schedule=kind
+        )
+        assert forced.schedule is kind
+        assert plan.bound_s <= forced.time_s
+        assert forced.bound_s <= forced.time_s
+        if kind is not ScheduleKind.GPIPE:  # that is never faster, and only taken if it must be
+            assert plan.time_s <= forced.time_s * (1 + 1e-6)
+
+
+def test_memory_forbids_split_backwards(open_plan):
+    _, degrees = open_plan
+    plain = forced_plan(WIDE, "hash", **degrees)
+    assert plain.schedule is PLAIN
+    free, tight = (
+        plan_for(WIDE, "4:cpu", limit=limit, model=ProportionalCostModel(), virtual=1, **degrees)[0]
+        for limit in (None, plain.peak_bytes)
+    )
+    assert free.schedule is H1
+    assert tight.schedule is PLAIN
+    assert tight.peak_bytes <= plain.peak_bytes < free.peak_bytes
+    assert free.time_s < tight.time_s <= plain.time_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": ZBV, "virtual": 4}, "schedule='zbv' and virtual=4: it has 2 stages per"),
+        ({"schedule": ZBV, "pp": 1}, "schedule='zbv' and pp=1: its V goes down and up"),
+        ({"schedule": H1, "virtual": 2}, "it has one stage per pipeline rank; use schedule='zbv'"),
+        ({"warmup": (3, 1), "pp": 3}, r"warmup=\(3, 1\) and pp=3: 2 depths for 3 pipeline ranks"),
+        ({"warmup": (3, 1), "virtual": 2}, "depths are for 1F1B with one stage per pipeline rank"),
+        ({"warmup": (1, 2)}, "must not increase along the pipeline; .* is plain 1F1B"),
+        ({"warmup": (3, 1), "schedule": H1}, "goes with schedule '1f1b', not 'zero_bubble'"),
+    ],
+)
+def test_contradictions_are_refused_with_a_remedy(given, message):
+    with pytest.raises(ConstraintError, match=message):
+        Constraints(**given)
+
+
+def test_an_order_that_a_mesh_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match="in a V, the mesh has 1 placed as 'loop'"):
+        order_of(ZBV, MESH, 2)
