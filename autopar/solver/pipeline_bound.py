@@ -89,6 +89,7 @@ class PipelineBound:
     _unit_gain_s: float = 0.0
     _steps: list[tuple[int, float, int]] = field(init=False)
     _transient: list[int] = field(init=False)
+    _leanest: list[int] = field(init=False)
     _message_s: float = field(init=False)
     _ways: int = field(init=False)
 
@@ -101,6 +102,7 @@ class PipelineBound:
         self._steps = [(s.kind, s.seconds, s.bytes) for s in steps]
         first = [menu[at] for menu, at in zip(menus, start, strict=True)]
         self._saved = [o.saved_bytes for o in first]
+        self._leanest = [min(o.saved_bytes for o in menu) for menu in menus]
         self._transient = [min(o.transient_bytes for o in menu) for menu in menus]
         least = [o.total_s for o in first]
         ahead = [min(o.forward_s for o in menu) for menu in menus]
@@ -236,15 +238,44 @@ class PipelineBound:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
         room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._state[n]
-        flight = float(min(problem.in_flight))
-        if problem.together:  # a mean of moments is exceeded by one of them
-            flight = min(
-                sum(moment[s].before for moment in moments if s in moment) / len(moments)
-                for device in range(problem.pp)
-                for moments in (problem.moments(device),)
-                for s in problem.stages_of(device)
-            )
-        return self._extra_s(0, n, room, flight)
+        flights = [self._flights(device) for device in range(problem.pp)]
+        if problem.virtual > 1 and not self._has_room(flights):
+            return math.inf
+        return self._extra_s(0, n, room, min(map(min, flights)))
+
+    def _flights(self, device: int) -> list[float]:
+        """Micro-batches in flight in each stage of a rank, on average over its worst moments.
+
+        One of the moments holds at least the mean of them.
+        """
+        moments = self.problem.moments(device)
+        return [
+            sum(moment[s].before for moment in moments if s in moment) / len(moments)
+            for s in self.problem.stages_of(device)
+        ]
+
+    def _has_room(self, flights: Sequence[Sequence[float]]) -> bool:
+        """Whether the ranks can hold all blocks of repeated kinds at their leanest.
+
+        Every block counts as the leanest of them; a rank takes as many as it can where the fewest
+        micro-batches are in flight.
+        """
+        problem = self.problem
+        repeated = [k for k, row in enumerate(self._counts) if row[-1] > 1]
+        if not repeated:
+            return True
+        leanest = min(self._leanest[k] for k in repeated)
+        state = min(b.state_bytes for b, k in zip(problem.blocks, self._kind, strict=True)
+                    if k in set(repeated))  # fmt: skip
+        wanted = float(sum(self._counts[k][-1] for k in repeated))
+        for row in flights:
+            room = float(problem.limit_bytes - problem.base_bytes)
+            for flight in sorted(row):
+                each = flight * leanest + state
+                taken = min(float(problem.most_blocks), room / each if each > 0 else math.inf)
+                wanted -= taken
+                room -= taken * each
+        return wanted <= 0
 
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""

@@ -4,9 +4,10 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 
 0. every operator at its cheapest on the whole batch (cutting it never makes the work of a step
    smaller), once-per-step work left out;
-1. the same with its own micro-batches, once-per-step work and memory, over all cuts and recomputing
+1. the same with once-per-step work and memory, over all cuts and all recomputing
    (:mod:`autopar.solver.pipeline_bound`);
-2. the same with what its mixed-integer program adds: no choice of splits has less work.
+2. the same with operators on its own micro-batches;
+3. the same with what its mixed-integer program adds: no choice of splits has less work.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
+    Option,
     StageProblem,
     StageSolution,
     least_memory_bytes,
@@ -48,7 +50,7 @@ from autopar.solver.stages_problem import (
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 3
+EFFORTS = 4
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
 
@@ -164,13 +166,21 @@ class Ranker:
         """
         if effort == 0:
             return self._quick_s(shape)
+        if effort == 1:
+            body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
+            share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
+            return self._best_level_s(shape, body, share)
         body = self.bodies.body(shape.sizes)
-        if effort > 1:
+        if effort > 2:
             self.bodies.solved(body)
-        floor = body.floor if effort > 1 else NO_FLOOR
+        return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+
+    def _best_level_s(
+        self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
+    ) -> float:
         found = math.inf
         for level in self._levels(shape):
-            bound = self._pipeline(shape, self._relaxed(shape, level, body), floor)
+            bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
         return found
@@ -187,17 +197,55 @@ class Ranker:
             return max(count * total / mesh.pp, 0.0 if splits else total, count * largest)
         return total / (1.0 - (1.0 - 1.0 / count) ** mesh.pp)
 
-    def _relaxed(self, shape: Shape, level: int, body: Body) -> StageProblem:
-        """The cut problem of a shape with the least that any splits can give."""
-        reduces = shape.num_microbatches if level >= 2 else 1
-        key = (body.sizes, shape.mesh.dp, level, reduces)
-        if key not in self._least:
-            costs = self._least_costs(shape.sizes, level, body)
-            self._least[key] = _with_costs(body.least, costs, reduces)
-        return self._stage_problem(shape, self._least[key], body.boundary_bytes, self.limit_bytes)
+    def _relaxed(self, shape: Shape, level: int, body: Body, share: float = 1.0) -> StageProblem:
+        """The cut problem of a shape with the least that any splits can give.
 
-    def _least_costs(self, sizes: Sizes, level: int, body: Body) -> list[ParameterCost]:
+        Args:
+            shape: The shape.
+            level: ZeRO level.
+            body: Its body, or one with more samples.
+            share: Of the samples of the body that a micro-batch has.
+        """
+        reduces = shape.num_microbatches if level >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, level, reduces, share)
+        if key not in self._least:
+            costs = self._least_costs(shape, level, body)
+            menus = body.least if share == 1 else self._shares(body, share)
+            self._least[key] = _with_costs(menus, costs, reduces)
+        boundary_bytes = body.boundary_bytes
+        if share != 1:
+            boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
+        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
+
+    def _shares(self, body: Body, share: float) -> tuple[BlockMenu, ...]:
+        """Relaxed menus of a part of a body's samples: work and bytes shrink at most alike."""
+        known: dict[str, tuple[Option, ...]] = {}
+        for menu in body.least:
+            if menu.key not in known:
+                known[menu.key] = tuple(
+                    replace(
+                        o,
+                        forward_s=share * o.forward_s,
+                        backward_s=share * o.backward_s,
+                        saved_bytes=int(share * o.saved_bytes),
+                    )
+                    for o in menu.options
+                )
+        return tuple(replace(menu, options=known[menu.key]) for menu in body.least)
+
+    def _fewest(self, dp: int) -> int:
+        """The fewest data ranks that split the batch as ``dp`` does."""
+        if dp == 1:
+            return 1
+        batch = self.analysis.batch_size
+        fewest = next(n for n in range(2, dp + 1) if batch % n == 0)
+        same = self.analysis.data(1, fewest).dp is self.analysis.data(1, dp).dp
+        return fewest if same else dp
+
+    def _least_costs(self, shape: Shape, level: int, body: Body) -> list[ParameterCost]:
         """The least that parameters cost, with gradients that are reduced once."""
+        count = 1 if body.sizes[0] == 1 else shape.num_microbatches
+        sizes = (count, *shape.sizes[1:])
         key = self._parameters_key(sizes, level, body)
         if key not in self._costs:
             problem = replace(self.parameters(sizes, level, body), num_reduces=1)
