@@ -52,7 +52,7 @@ def _language_model(config: Any, batch: int, length: int) -> Made:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = _tokens(batch, length, config.vocab_size)
     return model, {"input_ids": ids, "labels": ids}
 
@@ -159,7 +159,7 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
     if row.make is None:
         graph, key = _graph(), "synthetic"
     else:
-        from autopar.api.compiling import capture_call, chosen_mode, precision_of
+        from autopar.api.compiling import capture_call
 
         model, batch = row.make()
         built_s = time.monotonic()
@@ -169,8 +169,8 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
             batch,
             None,
             None,
-            mode=chosen_mode("train", None),
-            precision=precision_of(None, None),
+            mode="train",
+            precision=None,
         )[1]
         graph, key = captured.graph, captured.hash
     cluster = parse_devices(row.devices)
@@ -187,7 +187,7 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
 
     def progress(line: str) -> None:
         if verbose:
-            print(f"{time.monotonic() - captured_s:7.1f} {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{time.monotonic() - captured_s:7.1f} {line}\n")
 
     plan, stats = solve(graph, key, cluster, **asked, progress=progress)  # type: ignore[arg-type]
     end_s = time.monotonic()
@@ -229,7 +229,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(measure(ROWS[given.child], save=given.save, verbose=given.verbose)))
+        found = measure(ROWS[given.child], save=given.save, verbose=given.verbose)
+        sys.stdout.write(json.dumps(found) + "\n")
         return
     table = Table("row", "nodes", *PHASES, "total s", "cpu s", "GiB", "plan", "step s", "bound s")
     for heading in ("gap", "model gap", "opened", "stopped"):
@@ -246,7 +247,7 @@ def main() -> None:
             f"{found['gap']:.1%}", f"{found['model_gap']:.2%}", found["opened"],
             found["stopped_by"] or "-",
         )  # fmt: skip
-        print(json.dumps({"row": name, **found}), file=sys.stderr, flush=True)
+        sys.stderr.write(json.dumps({"row": name, **found}) + "\n")
     Console(width=240).print(table)
 
 
