@@ -87,8 +87,11 @@ class _State:
     exchanged: frozenset[str] = frozenset()
     moved_bytes: float = 0.0
     unsplit_bytes: float = 0.0
+    known: dict[object, _Chosen] = field(default_factory=dict)
 
 
+_Chosen = tuple[Sequence[AxisStrategy], AxisStrategy | None, tuple[float, int, int]]
+"""The options, kept so that their identity is theirs alone; the best of them, with its price."""
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -444,6 +447,42 @@ class DataAxes:
     def _choose(self, node: Node, options: Sequence[AxisStrategy], state: _State) -> None:
         refs = self._refs[node.name]
         batch_factors = self._batch_factors.get(node.name, frozenset())
+        key = (
+            id(options),
+            batch_factors,
+            tuple([state.place[ref] for ref in refs]),
+            tuple([self._metas[ref] for ref in refs]),
+            tuple([ref in self._argument_only for ref in refs]),
+            tuple([refs.index(ref) for ref in refs]),
+        )
+        if key not in state.known:
+            state.known[key] = (options, *self._best(refs, batch_factors, options, state))
+        _, best, best_price = state.known[key]
+        if best is None:
+            is_ruled = self._signatures.get(node.name) is not None
+            raise ShardingError(_mixing_text(node, state, is_ruled=is_ruled))
+        for ref, want in zip(refs, best.inputs, strict=True):
+            have = state.place[ref]
+            if state.axis == "mb" and have != want and not _is_free(have, want):
+                state.prologue.add(ref)
+        state.moved_bytes += best_price[0]
+        if not any(isinstance(p, Shard | Routed) for p in (*best.outputs, *best.inputs)):
+            state.unsplit_bytes += sum(m.bytes for m in node.metas() if m is not None)
+        for index, placement in enumerate(best.outputs):
+            state.place[result_name(node, index)] = placement
+        if isinstance(node.meta, tuple):
+            state.place[node.name] = R
+        if not best.is_replicated:
+            state.choices[node.name] = best
+
+    def _best(
+        self,
+        refs: Sequence[str],
+        batch_factors: frozenset[str],
+        options: Sequence[AxisStrategy],
+        state: _State,
+    ) -> tuple[AxisStrategy | None, tuple[float, int, int]]:
+        """The strategy that moves the fewest bytes, with its price."""
         best: AxisStrategy | None = None
         best_price = (_FORBIDDEN, 0, 0)
         for strategy in options:
@@ -464,22 +503,7 @@ class DataAxes:
             )
             if price < best_price:
                 best, best_price = strategy, price
-        if best is None:
-            is_ruled = self._signatures.get(node.name) is not None
-            raise ShardingError(_mixing_text(node, state, is_ruled=is_ruled))
-        for ref, want in zip(refs, best.inputs, strict=True):
-            have = state.place[ref]
-            if state.axis == "mb" and have != want and not _is_free(have, want):
-                state.prologue.add(ref)
-        state.moved_bytes += best_price[0]
-        if not any(isinstance(p, Shard | Routed) for p in (*best.outputs, *best.inputs)):
-            state.unsplit_bytes += sum(m.bytes for m in node.metas() if m is not None)
-        for index, placement in enumerate(best.outputs):
-            state.place[result_name(node, index)] = placement
-        if isinstance(node.meta, tuple):
-            state.place[node.name] = R
-        if not best.is_replicated:
-            state.choices[node.name] = best
+        return best, best_price
 
     def _move_bytes(self, state: _State, ref: str, want: Placement) -> float:
         have = state.place[ref]

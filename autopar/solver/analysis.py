@@ -272,6 +272,8 @@ class Analysis:
 
     def slowest_group(self, mesh: MeshShape, axis: str) -> tuple[int, ...]:
         """:func:`~cost_models.base.slowest_group` of the cluster, found once."""
+        if axis == "pp":  # what lies between neighbours is their distance alone
+            mesh = replace(mesh, dp=mesh.dp * mesh.tp, tp=1)
         key = (mesh, axis)
         if key not in self._groups:
             self._groups[key] = slowest_group(self.cluster, mesh, axis)

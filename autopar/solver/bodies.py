@@ -50,6 +50,7 @@ class Body:
         least: Per block its relaxed menu: every operator at its cheapest, reshards free, saved
             values as small as any layout makes them, given up one by one at the price of the
             operator that makes them.
+        boundary_bytes: Per boundary the bytes of a message forward and of one backward, at least.
         floor: What its mixed-integer program adds to that, once it is solved.
         splits: Its solution, once it is solved.
     """
@@ -58,6 +59,7 @@ class Body:
     structure: SplitsStructure
     problem: SplitsProblem
     least: tuple[BlockMenu, ...]
+    boundary_bytes: tuple[tuple[int, int], ...]
     floor: Floor = field(default_factory=Floor)
     splits: SplitsSolution | None = None
 
@@ -141,7 +143,8 @@ class Bodies:
         problem = self.analysis.problem(sizes, 0)
         structure = request.structure
         least = self._least(structure, problem, sizes)
-        return Body(sizes, structure, problem, least)
+        boundaries = self.saved(structure).boundary_bytes(problem, self.analysis.prices(sizes))
+        return Body(sizes, structure, problem, least, boundaries)
 
     def _least(
         self, structure: SplitsStructure, problem: SplitsProblem, sizes: Sizes

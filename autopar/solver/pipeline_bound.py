@@ -15,12 +15,9 @@ A path over ``ceil(M / L)`` such cycles pays the messages each time:
 
     ``fill + drain + ceil(M / L) (time of their blocks + 2 (L - 1) c) + update``.
 
-Such a cycle holds as many micro-batches as the first of its ranks may have in flight: with deeper
-warm-ups up to ``2 L - 1``. Where backwards may be run in two halves nothing drains and no cycle
-binds, since gradients of weights may run at any time: a rank still can't begin before its fill.
-
-Where a rank has several stages the mean over ranks of work, memory and waiting is bounded, not each
-cut.
+Where backwards may be run in halves there is no drain, and where warm-ups may be deeper there are
+no such cycles. Where a rank has several stages the mean over ranks of work, memory and waiting is
+bounded, not each cut.
 
 Source: ours.
 """
@@ -38,7 +35,6 @@ from autopar.solver.stages_problem import StageProblem
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
-_HAS_CYCLES = frozenset({ScheduleKind.ONE_F_ONE_B})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +65,15 @@ class PipelineBound:
     Args:
         problem: The chain; its menus may be relaxed ones, that are no real choice.
         floor: What is known beyond the menus.
-        splits: Whether backwards may be run in two halves.
-        depths: Most micro-batches in flight on each rank under 1F1B; the plain ones if empty.
+        splits_backward: Whether backwards may be run in halves: ranks need not idle while the
+            pipeline drains.
+        has_cycles: Whether the order is plain 1F1B, with no other warm-up.
     """
 
     problem: StageProblem
     floor: Floor = NO_FLOOR
-    splits: bool = False
-    depths: tuple[int, ...] = ()
+    splits_backward: bool = False
+    has_cycles: bool = False
     _kind: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _least: list[float] = field(init=False)
@@ -92,8 +89,10 @@ class PipelineBound:
     _unit_gain_s: float = 0.0
     _steps: list[tuple[int, float, int]] = field(init=False)
     _transient: list[int] = field(init=False)
+    _leanest: list[int] = field(init=False)
     _message_s: float = field(init=False)
     _ways: int = field(init=False)
+    _fill_ways: int = field(init=False)
 
     def __post_init__(self) -> None:
         blocks = self.problem.blocks
@@ -104,6 +103,7 @@ class PipelineBound:
         self._steps = [(s.kind, s.seconds, s.bytes) for s in steps]
         first = [menu[at] for menu, at in zip(menus, start, strict=True)]
         self._saved = [o.saved_bytes for o in first]
+        self._leanest = [min(o.saved_bytes for o in menu) for menu in menus]
         self._transient = [min(o.transient_bytes for o in menu) for menu in menus]
         least = [o.total_s for o in first]
         ahead = [min(o.forward_s for o in menu) for menu in menus]
@@ -116,7 +116,9 @@ class PipelineBound:
         self._update = _prefix([b.update_s for b in blocks])
         self._counts = [_prefix([int(k == at) for k in self._kind]) for at in range(len(kinds))]
         self._set_unit([least[k] for k in self._kind])
-        self._ways = 1 if self.problem.schedule is ScheduleKind.FORWARD else 2
+        is_one_way = self.splits_backward or self.problem.schedule is ScheduleKind.FORWARD
+        self._ways = 1 if is_one_way else 2
+        self._fill_ways = 1 if self.splits_backward else self._ways
         self._message_s = min(self.problem.boundary_s, default=0.0)
 
     def _set_unit(self, least: Sequence[float]) -> None:
@@ -159,14 +161,6 @@ class PipelineBound:
         )
 
     # -- parts ---------------------------------------------------------------------------------
-    @property
-    def _has_cycles(self) -> bool:
-        return self.problem.schedule in _HAS_CYCLES and not self.splits
-
-    def _depth(self, rank: int) -> int:
-        """Most micro-batches in flight on a rank."""
-        return self.depths[rank] if self.depths else self.problem.pp - rank
-
     def _whole_s(self) -> float:
         """Seconds of one micro-batch through the whole chain."""
         return max(self.floor.total_s, self._run_s(0, len(self.problem.blocks)))
@@ -180,20 +174,18 @@ class PipelineBound:
             return extra_s
         whole_s = self._whole_s() + extra_s
         update_s = self._update[n] / p
+        path_s = self._forward[n] if self.splits_backward else whole_s
         hops = problem.num_stages - 1
         if problem.placement is StagePlacement.V:
             hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
-        around_s = self._ways * self._message_s * hops
-        # of a micro-batch's way only the forwards are sure to follow each other
-        way_s = (self._forward[n] if self.splits else whole_s) + around_s
+        path_s += self._ways * self._message_s * hops
         if problem.virtual > 1:
-            return max(self._in_turns_s(whole_s), way_s) + update_s
-        if self.splits:
-            return max(count * whole_s / p, way_s) + update_s
-        fill_s = whole_s / (1.0 - (1.0 - 1.0 / count) ** p)
-        found = max(fill_s, whole_s + around_s)
-        if self._has_cycles:
-            found = max(found, -(-count // self._depth(0)) * (whole_s + around_s))
+            return max(self._in_turns_s(whole_s), path_s) + update_s
+        if self.splits_backward:
+            return max(count * whole_s / p, path_s) + update_s
+        found = max(whole_s / (1.0 - (1.0 - 1.0 / count) ** p), path_s)
+        if self.has_cycles:
+            found = max(found, -(-count // p) * path_s)
         return found + update_s
 
     def _in_turns_s(self, whole_s: float) -> float:
@@ -207,8 +199,8 @@ class PipelineBound:
         waits_s = 0.0
         for rank in range(1, p):
             first = max(rank, n - problem.most_blocks * (stages - rank))
-            before_s = self._forward[first] if self.splits else self._time[first]
-            waits_s += before_s + (1 if self.splits else self._ways) * rank * self._message_s
+            filled = self._forward if self.splits_backward else self._time
+            waits_s += filled[first] + self._fill_ways * rank * self._message_s
         once_s = self._gather[n] + self._reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
@@ -221,9 +213,11 @@ class PipelineBound:
         """Seconds of a run of blocks with memory to spare."""
         time_s = self._time[high] - self._time[low]
         if self._unit_gain_s:
-            units = min(row[high] - row[low] for row in self._unit)
-            units -= sum(low <= end < high for end in self._unit_ends)
-            time_s += self._unit_gain_s * max(0, units)
+            units = min([row[high] - row[low] for row in self._unit])
+            first, last = self._unit_ends
+            units -= (low <= first < high) + (low <= last < high)
+            if units > 0:
+                time_s += self._unit_gain_s * units
         return time_s
 
     def _extra_s(self, low: int, high: int, room: float, flight: float) -> float:
@@ -239,7 +233,7 @@ class PipelineBound:
         for kind, seconds, less in self._steps:
             if room >= 0:
                 return extra_s
-            if counts[kind]:
+            if counts[kind] and flight > 0:
                 moved = min(float(counts[kind]), -room / (flight * less))
                 extra_s += moved * seconds
                 room += moved * flight * less
@@ -249,7 +243,48 @@ class PipelineBound:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
         room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._state[n]
-        return self._extra_s(0, n, room, min(problem.in_flight))
+        flights = [self._flights(device) for device in range(problem.pp)]
+        if problem.virtual > 1 and not self._has_room(flights):
+            return math.inf
+        return self._extra_s(0, n, room, min(map(min, flights)))
+
+    def _flights(self, device: int) -> list[float]:
+        """Micro-batches in flight in each stage of a rank, on average over its worst moments.
+
+        One of the moments holds at least the mean of them.
+        """
+        moments = self.problem.moments(device)
+        return [
+            sum(moment[s].before for moment in moments if s in moment) / len(moments)
+            for s in self.problem.stages_of(device)
+        ]
+
+    def _flight(self, stage: int) -> int:
+        """Micro-batches before their backward in the only stage of a rank, at its worst moment."""
+        return max(moment[stage].before for moment in self.problem.moments(stage))
+
+    def _has_room(self, flights: Sequence[Sequence[float]]) -> bool:
+        """Whether the ranks can hold all blocks of repeated kinds at their leanest.
+
+        Every block counts as the leanest of them; a rank takes as many as it can where the fewest
+        micro-batches are in flight.
+        """
+        problem = self.problem
+        repeated = [k for k, row in enumerate(self._counts) if row[-1] > 1]
+        if not repeated:
+            return True
+        leanest = min(self._leanest[k] for k in repeated)
+        state = min(b.state_bytes for b, k in zip(problem.blocks, self._kind, strict=True)
+                    if k in set(repeated))  # fmt: skip
+        wanted = float(sum(self._counts[k][-1] for k in repeated))
+        for row in flights:
+            room = float(problem.limit_bytes - problem.base_bytes)
+            for flight in sorted(row):
+                each = flight * leanest + state
+                taken = min(float(problem.most_blocks), room / each if each > 0 else math.inf)
+                wanted -= taken
+                room -= taken * each
+        return wanted <= 0
 
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
@@ -257,10 +292,9 @@ class PipelineBound:
         gather_s = self._gather[high] - self._gather[low]
         reduce_s = self._reduce[high] - self._reduce[low]
         before_s = self._forward[low]
-        after_s = 0.0 if self.splits else self._time[low] - before_s
-        ways = 1 if self.splits else self._ways
+        after_s = 0.0 if self.splits_backward else self._time[low] - before_s
         around_s = max(
-            before_s + after_s + ways * stage * self._message_s,
+            before_s + after_s + self._fill_ways * stage * self._message_s,
             max(gather_s, before_s) + max(reduce_s, after_s),
         )
         update_s = max(self._update[high] - self._update[low], self._update[-1] / problem.pp)
@@ -268,17 +302,16 @@ class PipelineBound:
         if time_s > step_s:
             return False
         room = problem.limit_bytes - problem.base_bytes - (self._state[high] - self._state[low])
-        extra_s = self._extra_s(low, high, room, problem.in_flight[stage])
+        extra_s = self._extra_s(low, high, room, self._flight(stage))
         return time_s + count * extra_s <= step_s
 
     def _is_possible(self, step_s: float) -> bool:
         """Whether stages that take as many blocks as they can take them all."""
         problem, n = self.problem, len(self.problem.blocks)
         p = problem.pp
-        cycles = self._has_cycles
         at, length = 0, max(1, n // p)
         for stage in range(p):
-            if cycles and not self._passes_around(at, stage, step_s):
+            if self.has_cycles and not self._passes_around(at, stage, step_s):
                 return False
             high = self._furthest(at, stage, step_s, length)
             length = max(1, high - at)
@@ -291,7 +324,7 @@ class PipelineBound:
         """Whether the ranks from ``stage`` on can pass what is left around in time."""
         problem, n = self.problem, len(self.problem.blocks)
         ranks = problem.pp - stage
-        rounds = -(-problem.num_microbatches // self._depth(stage))
+        rounds = -(-problem.num_microbatches // ranks)
         cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
         around_s = self._time[at] + self._ways * stage * self._message_s
         return around_s + rounds * cycle_s + self._update[n] / problem.pp <= step_s

@@ -4,18 +4,20 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 
 0. every operator at its cheapest on the whole batch (cutting it never makes the work of a step
    smaller), once-per-step work left out;
-1. the same with its own micro-batches, once-per-step work and memory, over all cuts and recomputing
+1. the same with once-per-step work and memory, over all cuts and all recomputing
    (:mod:`autopar.solver.pipeline_bound`);
-2. the same with what its mixed-integer program adds: no choice of splits has less work.
+2. the same with operators on its own micro-batches;
+3. the same with what its mixed-integer program adds: no choice of splits has less work.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
+from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
@@ -25,22 +27,20 @@ from autopar.solver.greedy_stages import first_choice, needed_bytes
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.schedule_choice import (
     ChosenOrder,
-    Together,
     alive_of,
     best_order,
-    deepest_warmup,
     flights,
     is_open_order,
-    least_flights,
     may_split_backward,
     plain_order,
 )
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
-from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
+    Option,
     StageProblem,
     StageSolution,
     least_memory_bytes,
@@ -49,8 +49,8 @@ from autopar.solver.stages_problem import (
 )
 
 Sizes = tuple[int, int, int]
-Pipeline = tuple[ScheduleKind, MeshShape, int]
-EFFORTS = 3
+_Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
+EFFORTS = 4
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
 
@@ -140,19 +140,16 @@ class Ranker:
     _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
         default_factory=dict
     )
-    _parameters: dict[tuple[Sizes, int], SplitsProblem] = field(default_factory=dict)
-    _flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
-    _least_flights: dict[Pipeline, tuple[int, ...]] = field(default_factory=dict)
-    _alive: dict[Pipeline, Together] = field(default_factory=dict)
+    _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
+    _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
     _uncut: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _least: dict[tuple[Sizes, int], list[ParameterCost]] = field(default_factory=dict)
+    _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
+    _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
+    _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        key = f"bodies, recompute={self.analysis.constraints.recompute!r}"  # decides what is saved
-        bodies = self.analysis.shared.setdefault(key, Bodies(self.analysis))
-        assert isinstance(bodies, Bodies)
-        self.bodies = bodies
+        self.bodies = Bodies(self.analysis)
         self.tables = BlockTables(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
@@ -169,30 +166,24 @@ class Ranker:
         """
         if effort == 0:
             return self._quick_s(shape)
+        if effort == 1:
+            body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
+            share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
+            return self._best_level_s(shape, body, share)
         body = self.bodies.body(shape.sizes)
-        if effort > 1:
+        if effort > 2:
             self.bodies.solved(body)
-        floor = body.floor if effort > 1 else NO_FLOOR
+        return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+
+    def _best_level_s(
+        self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
+    ) -> float:
         found = math.inf
         for level in self._levels(shape):
-            bound = self._bound(shape, self._relaxed(shape, level, body), floor)
+            bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
         return found
-
-    def _bound(self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR) -> PipelineBound:
-        """Bounds of a chain in every order that the shape may get."""
-        wish, mesh, count = self.analysis.constraints, shape.mesh, shape.num_microbatches
-        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
-        if key not in self._least_flights:
-            found = least_flights(shape.schedule, mesh, count, shape.warmup, wish)
-            self._least_flights[key] = found
-        return PipelineBound(
-            replace(problem, in_flight=self._least_flights[key]),
-            floor,
-            splits=may_split_backward(shape.schedule, mesh, wish),
-            depths=deepest_warmup(shape.schedule, mesh, shape.warmup, wish),
-        )
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
@@ -201,39 +192,67 @@ class Ranker:
             times = [menu.options[0].total_s for menu in menus]
             self._uncut[mesh.tp] = (sum(times), max(times))
         total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[mesh.tp])
-        if may_split_backward(shape.schedule, mesh, self.analysis.constraints):
-            return max(count * total / mesh.pp, count * largest)
-        if mesh.virtual > 1:
-            return max(count * total / mesh.pp, total, count * largest)
+        splits = may_split_backward(shape.schedule, mesh, self.analysis.constraints)
+        if mesh.virtual > 1 or splits:
+            return max(count * total / mesh.pp, 0.0 if splits else total, count * largest)
         return total / (1.0 - (1.0 - 1.0 / count) ** mesh.pp)
 
-    def _relaxed(self, shape: Shape, level: int, body: Body) -> StageProblem:
-        """The cut problem of a shape with the least that any splits can give."""
-        place = (shape.sizes, level)
-        if place not in self._least:
-            problem = self.parameters(shape.sizes, level, body)
+    def _relaxed(self, shape: Shape, level: int, body: Body, share: float = 1.0) -> StageProblem:
+        """The cut problem of a shape with the least that any splits can give.
+
+        Args:
+            shape: The shape.
+            level: ZeRO level.
+            body: Its body, or one with more samples.
+            share: Of the samples of the body that a micro-batch has.
+        """
+        reduces = shape.num_microbatches if level >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, level, reduces, share)
+        if key not in self._least:
+            costs = self._least_costs(shape, level, body)
+            menus = body.least if share == 1 else self._shares(body, share)
+            self._least[key] = _with_costs(menus, costs, reduces)
+        boundary_bytes = body.boundary_bytes
+        if share != 1:
+            boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
+        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
+
+    def _shares(self, body: Body, share: float) -> tuple[BlockMenu, ...]:
+        """Relaxed menus of a part of a body's samples: work and bytes shrink at most alike."""
+        known: dict[str, tuple[Option, ...]] = {}
+        for menu in body.least:
+            if menu.key not in known:
+                known[menu.key] = tuple(
+                    replace(
+                        o,
+                        forward_s=share * o.forward_s,
+                        backward_s=share * o.backward_s,
+                        saved_bytes=int(share * o.saved_bytes),
+                    )
+                    for o in menu.options
+                )
+        return tuple(replace(menu, options=known[menu.key]) for menu in body.least)
+
+    def _fewest(self, dp: int) -> int:
+        """The fewest data ranks that split the batch as ``dp`` does."""
+        if dp == 1:
+            return 1
+        batch = self.analysis.batch_size
+        fewest = next(n for n in range(2, dp + 1) if batch % n == 0)
+        same = self.analysis.data(1, fewest).dp is self.analysis.data(1, dp).dp
+        return fewest if same else dp
+
+    def _least_costs(self, shape: Shape, level: int, body: Body) -> list[ParameterCost]:
+        """The least that parameters cost, with gradients that are reduced once."""
+        count = 1 if body.sizes[0] == 1 else shape.num_microbatches
+        sizes = (count, *shape.sizes[1:])
+        key = self._parameters_key(sizes, level, body)
+        if key not in self._costs:
+            problem = replace(self.parameters(sizes, level, body), num_reduces=1)
             home = self.tables.home(body.structure)
             costs = parameter_costs(self.analysis, body.structure, problem, None, home)
-            self._least[place] = costs
-        costs = self._least[place]
-        menus: list[BlockMenu] = []
-        known: dict[object, str] = {}
-        for menu, cost in zip(body.least, costs, strict=True):
-            key = (menu.key, cost.state_bytes, cost.step_s)
-            menus.append(
-                BlockMenu(
-                    key=known.setdefault(key, str(len(known))),
-                    options=menu.options,
-                    state_bytes=cost.state_bytes,
-                    step_s=cost.step_s,
-                    gather_s=cost.gather_s,
-                    reduce_s=cost.reduce_s,
-                )
-            )
-        least = self.bodies.saved(body.structure).boundary_bytes(
-            body.problem, self.analysis.prices(body.sizes)
-        )
-        return self._stage_problem(shape, tuple(menus), least, self.limit_bytes)
+            self._costs[key] = costs
+        return self._costs[key]
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
@@ -244,17 +263,40 @@ class Ranker:
 
     def model_bound_s(self, ranked: Ranked) -> float:
         """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return self._bound(ranked.shape, ranked.stage_problem).least_s()
+        return self._pipeline(ranked.shape, ranked.stage_problem).least_s()
+
+    def _pipeline(
+        self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
+    ) -> PipelineBound:
+        """The bound over all cuts and orders of a shape."""
+        wish = self.analysis.constraints
+        is_open = is_open_order(shape.schedule, shape.mesh, wish)
+        kind = shape.schedule
+        return PipelineBound(
+            problem,
+            floor,
+            splits_backward=may_split_backward(kind, shape.mesh, wish),
+            has_cycles=kind is ScheduleKind.ONE_F_ONE_B and not is_open and shape.warmup is None,
+        )
 
     # -- choices -------------------------------------------------------------------------------
     def parameters(self, sizes: Sizes, level: int, body: Body) -> SplitsProblem:
         """The problem of a body with the parameters of a mesh and a ZeRO level."""
-        key = (sizes, level)
+        key = self._parameters_key(sizes, level, body)
         if key not in self._parameters:
             request = self.analysis.request(sizes, level)
             made = with_parameters(body.problem, request, self.analysis.prices(sizes))
             self._parameters[key] = made
-        return self._parameters[key]
+        count = sizes[0]
+        return replace(
+            self._parameters[key],
+            num_microbatches=count,
+            num_reduces=count if level >= 2 else 1,
+        )
+
+    def _parameters_key(self, sizes: Sizes, level: int, body: Body) -> object:
+        """What parameters' costs depend on: not on how many micro-batches there are."""
+        return (sizes[0] > 1, *sizes[1:], level, id(body.structure))
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
@@ -276,12 +318,8 @@ class Ranker:
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
-            if choice_terms_s(parameters, chosen.options) is None:
-                # the body has no ZeRO: gradients may not reach the shards that this level stores
-                found = self._cut_own(shape, level, limit)
-            else:
-                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-                found = self._cut(shape, level, limit, table, parameters, chosen)
+            table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+            found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -317,7 +355,7 @@ class Ranker:
         )
         if states <= LEAN * least:
             return misfit  # no splits have smaller states
-        bound = self._bound(shape, relaxed, body.floor)
+        bound = self._pipeline(shape, relaxed, body.floor)
         if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
             return misfit
         key = (shape.sizes, level, shape.mesh.pp)
@@ -342,20 +380,12 @@ class Ranker:
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
-        limit = ranked.stage_problem.limit_bytes
-        better = self._cut_own(ranked.shape, ranked.zero_level, limit)
-        return ranked if isinstance(better, Misfit) else better
-
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
-        """A shape with the best splits for just its mesh and level."""
+        shape, level = ranked.shape, ranked.zero_level
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
         if key not in self._splits:
-            body = self.bodies.body(shape.sizes)
-            start = self.bodies.solved(body).options
-            menus = zip(
-                problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
-            )
+            start = self.bodies.solved(self.bodies.body(shape.sizes)).options
+            menus = zip(problem.variables, ranked.problem.variables, strict=True)
             is_alike = all(len(a.options) == len(b.options) for a, b in menus)
             self.num_split_solves += 1
             found = solve_splits(problem, start=start if is_alike else None)
@@ -363,7 +393,9 @@ class Ranker:
             self._splits[key] = found
         chosen = self._splits[key]
         table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+        limit = ranked.stage_problem.limit_bytes
+        better = self._cut(shape, level, limit, table, problem, chosen)
+        return ranked if isinstance(better, Misfit) else better
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with cuts by CP-SAT under a limit.
@@ -387,6 +419,8 @@ class Ranker:
         table: BlockTable,
         problem: SplitsProblem,
         chosen: SplitsSolution,
+        *,
+        best_s: float = math.inf,
     ) -> Ranked | Misfit:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         stages = self._stages(stage_problem)
@@ -402,25 +436,29 @@ class Ranker:
             stages=stages,
             estimate_s=stages.objective_s,
         )
-        return self._estimated(ranked)
+        return self._estimated(ranked, best_s)
 
-    def _estimated(self, ranked: Ranked) -> Ranked:
+    def _estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
         """In its best order, with its simulated time: surrogates flatter uneven stages."""
         shape = ranked.shape
         found = best_order(
             shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
-            self.analysis.constraints, zero_level=ranked.zero_level,
+            self.analysis.constraints, is_promising=lambda: self._may_beat(ranked, best_s),
         )  # fmt: skip
         return _in_order(ranked, found)
+
+    def _may_beat(self, ranked: Ranked, best_s: float) -> bool:
+        """Whether another order of a shape can be better than a plan that is known."""
+        return math.isinf(best_s) or self._pipeline(ranked.shape, ranked.stage_problem).may_beat(
+            best_s
+        )
 
     def in_plain_order(self, ranked: Ranked) -> Ranked | None:
         """The same cuts as plain 1F1B, which holds less; None if they are, or must not be."""
         shape = ranked.shape
         if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             return None
-        found = plain_order(
-            shape.mesh, ranked.stage_problem, ranked.stages, zero_level=ranked.zero_level
-        )
+        found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
         plain = _in_order(ranked, found)
         return None if plain.shape == shape else plain
 
@@ -436,9 +474,13 @@ class Ranker:
         mesh, count = shape.mesh, shape.num_microbatches
         boundary_s = (0.0,) * len(boundary_bytes)
         if mesh.pp > 1:
-            boundary_s = tuple(
-                sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
-            )
+            key = (boundary_bytes, self.analysis.slowest_group(mesh, "pp"))
+            if key not in self._pairs:
+                self._pairs[key] = tuple(
+                    sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
+                )
+            boundary_s = self._pairs[key]
+        in_flight, together = self._alive(shape)
         return StageProblem(
             blocks=menus,
             boundary_s=boundary_s,
@@ -446,20 +488,12 @@ class Ranker:
             virtual=mesh.virtual,
             num_microbatches=count,
             schedule=shape.schedule,
-            in_flight=self._in_flight(shape),
+            in_flight=in_flight,
             limit_bytes=limit_bytes,
             fixed_starts=self.analysis.boundary_starts,
             placement=mesh.placement,
-            together=self._together(shape),
+            together=together,
         )
-
-    def _together(self, shape: Shape) -> Together:
-        """What is alive at once in the stages of a rank."""
-        mesh, count = shape.mesh, shape.num_microbatches
-        key = (shape.schedule, replace(mesh, dp=1, tp=1), count)
-        if key not in self._alive:
-            self._alive[key] = alive_of(shape.schedule, mesh, count, shape.warmup)
-        return self._alive[key]
 
     def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
         ends = self.analysis.slowest_group(mesh, "pp")
@@ -469,16 +503,15 @@ class Ranker:
             self._messages[key] = model.collective_time_s("p2p", num_bytes, ends)
         return self._messages[key]
 
-    def _in_flight(self, shape: Shape) -> tuple[int, ...]:
-        """Most micro-batches alive at once, per stage."""
-        mesh, count, kind = shape.mesh, shape.num_microbatches, shape.schedule
-        if shape.warmup is not None:
-            return flights(kind, mesh, count, shape.warmup)
-        if kind is ScheduleKind.ONE_F_ONE_B and mesh.virtual == 1:
-            return tuple(min(count, mesh.pp - s) for s in range(mesh.pp))
-        key = (kind, replace(mesh, dp=1, tp=1), count)
+    def _alive(self, shape: Shape) -> _Alive:
+        """Micro-batches alive per stage, and together per rank."""
+        mesh, kind, warmup = shape.mesh, shape.schedule, shape.warmup
+        key = (kind, replace(mesh, dp=1, tp=1), warmup, shape.num_microbatches)
         if key not in self._flights:
-            self._flights[key] = flights(kind, mesh, count)
+            count = shape.num_microbatches
+            self._flights[key] = (
+                flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
+            )  # fmt: skip
         return self._flights[key]
 
     def _stages(self, problem: StageProblem) -> StageSolution | None:
@@ -499,6 +532,28 @@ class Ranker:
             memory_bytes=memory_bytes(problem, starts, options),
             is_optimal=False,
         )
+
+
+def _with_costs(
+    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
+) -> tuple[BlockMenu, ...]:
+    """Relaxed menus with what their blocks' parameters cost."""
+    found: list[BlockMenu] = []
+    known: dict[object, str] = {}
+    for menu, cost in zip(menus, costs, strict=True):
+        reduce_s = reduces * cost.reduce_s
+        step_s = cost.step_s - cost.reduce_s + reduce_s
+        found.append(
+            BlockMenu(
+                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
+                options=menu.options,
+                state_bytes=cost.state_bytes,
+                step_s=step_s,
+                gather_s=cost.gather_s,
+                reduce_s=reduce_s,
+            )
+        )
+    return tuple(found)
 
 
 def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:

@@ -15,22 +15,27 @@ Source: eager 1F1B: Zhuang et al., MLSys 2023. Zero bubble: Qi et al., ICLR 2024
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of, plain_warmup, receives_ahead
-from autopar.plan.schedule import Alive, Order, action_lists, alive_together, all_in_flight
+from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.schedule import (
+    Alive,
+    Compute,
+    Order,
+    action_lists,
+    alive_together,
+    in_flight,
+)
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
 from cost_models.simulate import StageSeconds, simulate
 
-Together: TypeAlias = tuple[tuple[Mapping[int, Alive], ...], ...]
-"""By rank, moments: stage -> what is alive in it."""
+STEADY_ROUNDS = 3
+"""Rounds of micro-batches through the pipeline after which a step repeats itself."""
 
-STEADY_ROUNDS = 3  # rounds of micro-batches through the pipeline after which a step is periodic
 LEAST_GAIN = 1e-6
 """Share of a step by which another order must be faster than plain 1F1B."""
 
@@ -58,20 +63,41 @@ def flights(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Most micro-batches alive at once, by stage."""
-    return all_in_flight(order_of(schedule, mesh, count, warmup))
+    order = order_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)
+    return tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
+
+
+def _rows(order: Order, mesh: MeshShape) -> Iterator[tuple[int, tuple[Compute, ...]]]:
+    """The row in which each stage is computed."""
+    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
+    for stage in range(mesh.num_stages):
+        yield stage, order[rank_of[stage]]
+
+
+def _enough(
+    schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> int:
+    """Micro-batches after which a step repeats itself; as many as there are if they are fewer."""
+    if schedule in (ScheduleKind.GPIPE, ScheduleKind.FORWARD):
+        return count  # all forwards come first: what is alive grows with their number
+    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
+    return min(count, rounds * mesh.pp + count % mesh.pp)
 
 
 def alive_of(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
-) -> Together:
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
     """What is alive at once in the stages of a rank.
 
     Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
     """
+    count = _enough(schedule, mesh, count, warmup)
     return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
 
 
-def _alive_of(schedule: ScheduleKind, mesh: MeshShape, order: Order) -> Together:
+def _alive_of(
+    schedule: ScheduleKind, mesh: MeshShape, order: Order
+) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
     if mesh.virtual == 1 and not schedule.splits_backward:
         return ()
     return alive_together(order)
@@ -95,40 +121,6 @@ def may_split_backward(schedule: ScheduleKind, mesh: MeshShape, wish: Constraint
     return schedule.splits_backward or is_open_order(schedule, mesh, wish)
 
 
-def least_flights(
-    schedule: ScheduleKind,
-    mesh: MeshShape,
-    count: int,
-    warmup: tuple[int, ...] | None,
-    wish: Constraints,
-) -> tuple[int, ...]:
-    """Micro-batches before their backward that a stage has at once, in any order it may get.
-
-    What is held between the halves of a backward comes on top, and is left out.
-    """
-    if is_open_order(schedule, mesh, wish):
-        return tuple(min(count, depth) for depth in plain_warmup(mesh.pp))
-    if not schedule.splits_backward:
-        return flights(schedule, mesh, count, warmup)
-    found = [0] * mesh.num_stages
-    for moments in alive_together(order_of(schedule, mesh, count)):
-        for moment in moments:
-            for stage, alive in moment.items():
-                found[stage] = max(found[stage], alive.before)
-    return tuple(found)
-
-
-def deepest_warmup(
-    schedule: ScheduleKind, mesh: MeshShape, warmup: tuple[int, ...] | None, wish: Constraints
-) -> tuple[int, ...]:
-    """Most forwards before the first backward, by rank, in any order of 1F1B that it may get."""
-    if warmup is not None:
-        return warmup
-    plain = plain_warmup(mesh.pp)
-    is_open = is_open_order(schedule, mesh, wish)
-    return tuple(2 * depth - 1 for depth in plain) if is_open else plain
-
-
 def best_order(
     schedule: ScheduleKind,
     warmup: tuple[int, ...] | None,
@@ -137,7 +129,7 @@ def best_order(
     stages: StageSolution,
     wish: Constraints,
     *,
-    zero_level: int = 0,
+    is_promising: Callable[[], bool] = lambda: True,
 ) -> ChosenOrder:
     """The fastest order that fits, for given cuts; the shape's own if no other is better.
 
@@ -148,15 +140,16 @@ def best_order(
         problem: The cut problem.
         stages: Its cuts and options.
         wish: What the user fixed.
-        zero_level: Of all parameters.
+        is_promising: Whether it is worth while to try others than plain 1F1B.
     """
-    own = _tried(schedule, warmup, mesh, problem, stages, zero_level)
+    own = _tried(schedule, warmup, mesh, problem, stages)
     if not is_open_order(schedule, mesh, wish):
         return own
-    best = plain = plain_order(mesh, problem, stages, zero_level=zero_level)
+    best = plain = plain_order(mesh, problem, stages)
     limit_s = plain.time_s * (1 - LEAST_GAIN)
-    for kind, depths in _others(mesh, plain, stages, wish):
-        found = _tried(kind, depths, mesh, problem, stages, zero_level)
+    others = _others(mesh, plain, stages, wish) if is_promising() else ()
+    for kind, depths in others:
+        found = _tried(kind, depths, mesh, problem, stages)
         fits = max(found.memory_bytes) <= problem.limit_bytes
         if fits and found.time_s < min(limit_s, best.time_s):
             best = found
@@ -165,11 +158,9 @@ def best_order(
     return best
 
 
-def plain_order(
-    mesh: MeshShape, problem: StageProblem, stages: StageSolution, *, zero_level: int = 0
-) -> ChosenOrder:
+def plain_order(mesh: MeshShape, problem: StageProblem, stages: StageSolution) -> ChosenOrder:
     """Plain 1F1B of given cuts."""
-    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages, zero_level)
+    return _tried(ScheduleKind.ONE_F_ONE_B, None, mesh, problem, stages)
 
 
 def _others(
@@ -214,18 +205,18 @@ def _tried(
     mesh: MeshShape,
     problem: StageProblem,
     stages: StageSolution,
-    zero_level: int,
 ) -> ChosenOrder:
-    order = order_of(kind, mesh, problem.num_microbatches, warmup)
-    alive = all_in_flight(order)
-    together = _alive_of(kind, mesh, order)
-    tried = replace(problem, schedule=kind, in_flight=alive, together=together)
+    count = problem.num_microbatches
+    enough = _enough(kind, mesh, count, warmup)
+    order = order_of(kind, mesh, enough, warmup)
+    alive = tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
+    tried = replace(problem, schedule=kind, in_flight=alive, together=_alive_of(kind, mesh, order))
     return ChosenOrder(
         schedule=kind,
         warmup=warmup,
         problem=tried,
         memory_bytes=memory_bytes(tried, stages.starts, stages.options),
-        time_s=simulated_s(mesh, tried, stages, warmup=warmup, zero_level=zero_level),
+        time_s=simulated_s(mesh, tried, stages, warmup),
     )
 
 
@@ -233,75 +224,67 @@ def simulated_s(
     mesh: MeshShape,
     problem: StageProblem,
     solution: StageSolution,
-    *,
     warmup: tuple[int, ...] | None = None,
-    zero_level: int = 0,
 ) -> float:
     """Simulated seconds of a step from the menus' figures.
 
-    A step of many micro-batches is periodic after some rounds; what follows is added, not run.
-
-    Args:
-        mesh: The pipeline.
-        problem: Its cut problem, with the order's kind.
-        solution: Its cuts and options.
-        warmup: Depths of 1F1B, where they are not the plain ones.
-        zero_level: Of all parameters.
+    A step of many micro-batches is periodic after some rounds: what follows is added, not run. The
+    optimizer's seconds are added last.
     """
-    count, round_ = problem.num_microbatches, mesh.pp
-    is_deep = warmup is not None or problem.schedule.splits_backward
-    enough = (STEADY_ROUNDS + (mesh.virtual > 1) + 2 * is_deep) * round_ + count % round_
-    if count <= enough + 2 * round_:
-        return _simulated_s(mesh, problem, solution, warmup, zero_level, count)
+    kind, count = problem.schedule, problem.num_microbatches
+    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
+    enough = rounds * mesh.pp + count % mesh.pp
+    run = _Run(mesh, problem, solution, receives_ahead(warmup))
+    if count <= enough + 2 * mesh.pp:
+        return run.step_s(order_of(kind, mesh, count, warmup))
     first_s, second_s = (
-        _simulated_s(mesh, problem, solution, warmup, zero_level, n)
-        for n in (enough, enough + round_)
+        run.step_s(order_of(kind, mesh, n, warmup)) for n in (enough, enough + mesh.pp)
     )
-    return first_s + (count - enough) / round_ * (second_s - first_s)
+    return first_s + (count - enough) / mesh.pp * (second_s - first_s)
 
 
-def _simulated_s(
-    mesh: MeshShape,
-    problem: StageProblem,
-    solution: StageSolution,
-    warmup: tuple[int, ...] | None,
-    zero_level: int,
-    count: int,
-) -> float:
-    runs = bounds(solution.starts, len(problem.blocks))
-    chosen = [b.options[o] for b, o in zip(problem.blocks, solution.options, strict=True)]
-    reduces = problem.num_microbatches if zero_level >= 2 else 1
-    seconds = []
-    for stage, (low, high) in enumerate(runs):
-        backward_s = sum(o.backward_s for o in chosen[low:high])
-        # nothing waits for the first stage's backward: all of it is the half of the weights
-        weight_s = backward_s if stage == 0 else sum(o.weight_s for o in chosen[low:high])
-        blocks = problem.blocks[low:high]
-        seconds.append(
-            StageSeconds(
-                forward_s=sum(o.forward_s for o in chosen[low:high]),
-                backward_s=backward_s,
-                weight_s=min(weight_s, backward_s),
-                once_s={
-                    ActionKind.UNSHARD: sum(b.gather_s for b in blocks),
-                    ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in blocks) / reduces,
-                },
+class _Run:
+    """Estimated stages, to be run in any order."""
+
+    def __init__(
+        self, mesh: MeshShape, problem: StageProblem, solution: StageSolution, ahead: int
+    ) -> None:
+        self._mesh, self._problem, self._ahead = mesh, problem, ahead
+        blocks = problem.blocks
+        chosen = [b.options[o] for b, o in zip(blocks, solution.options, strict=True)]
+        runs = bounds(solution.starts, len(blocks))
+        self._seconds = []
+        for stage, (low, high) in enumerate(runs):
+            backward_s = sum(o.backward_s for o in chosen[low:high])
+            # nothing waits for the first stage's backward: all of it is the half of the weights
+            weight_s = backward_s if stage == 0 else sum(o.weight_s for o in chosen[low:high])
+            gather_s = sum(b.gather_s for b in blocks[low:high])
+            reduce_s = sum(b.reduce_s for b in blocks[low:high])
+            self._seconds.append(
+                StageSeconds(
+                    forward_s=sum(o.forward_s for o in chosen[low:high]),
+                    backward_s=backward_s,
+                    weight_s=min(weight_s, backward_s),
+                    once_s={ActionKind.UNSHARD: gather_s, ActionKind.REDUCE_GRAD: reduce_s},
+                )
             )
+        update = [sum(b.update_s for b in blocks[low:high]) for low, high in runs]
+        self._update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+        self._links: dict[tuple[int, int], float] = {}
+        # a message is the mean of both ways
+        ways = 1 if problem.schedule is not ScheduleKind.FORWARD else 2
+        for s, start in enumerate(solution.starts, 1):
+            seconds = ways * problem.boundary_s[start - 1]
+            self._links[s - 1, s] = self._links[s, s - 1] = seconds
+
+    def step_s(self, order: Order) -> float:
+        """Seconds of a step in an order."""
+        mesh = self._mesh
+        lists = action_lists(
+            order,
+            mesh,
+            forward_edges=[(s - 1, s) for s in range(1, mesh.num_stages)],
+            backward_edges=[(s, s - 1) for s in range(1, mesh.num_stages)],
+            prefetch=self._ahead,
         )
-    update = [sum(b.update_s for b in problem.blocks[low:high]) for low, high in runs]
-    order = order_of(problem.schedule, mesh, count, warmup)
-    ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
-    trains = problem.schedule is not ScheduleKind.FORWARD
-    lists = action_lists(
-        order,
-        mesh,
-        forward_edges=ahead,
-        backward_edges=[(t, s) for s, t in ahead] if trains else (),
-        zero_levels=(zero_level,) * mesh.num_stages,
-        prefetch=receives_ahead(warmup),
-    )
-    links = {}
-    for s, start in enumerate(solution.starts, 1):  # a message: the mean of both ways
-        links[s - 1, s] = links[s, s - 1] = (1 if trains else 2) * problem.boundary_s[start - 1]
-    run = simulate(lists, seconds, p2p_s=links)
-    return run.makespan_s + max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+        return simulate(lists, self._seconds, p2p_s=self._links).makespan_s + self._update_s

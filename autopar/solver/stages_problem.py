@@ -113,6 +113,19 @@ class StageProblem:
         return self.pp * self.virtual
 
     @property
+    def most_blocks(self) -> int:
+        """Most blocks that a stage may take.
+
+        Where ranks have several stages these are to be about equally long: ranks pass them in
+        step, and a rank that is in a long one holds up those that are in short ones. That is part
+        of the declared space, so that the bound may rely on it.
+        """
+        count, stages = len(self.blocks), self.num_stages
+        if self.virtual == 1 or self.fixed_starts is not None:
+            return count
+        return -(-count // stages) + max(1, count // (SPREAD * stages))
+
+    @property
     def mesh(self) -> MeshShape:
         """The pipeline alone."""
         return MeshShape(pp=self.pp, virtual=self.virtual, placement=self.placement)
@@ -126,19 +139,6 @@ class StageProblem:
         if self.together:
             return self.together[device]
         return ({s: Alive(self.in_flight[s], 0) for s in self.stages_of(device)},)
-
-    @property
-    def most_blocks(self) -> int:
-        """Most blocks that a stage may take.
-
-        Where ranks have several stages these are to be about equally long: ranks pass them in
-        step, and a rank that is in a long one holds up those that are in short ones. That is part
-        of the declared space, so that the bound may rely on it.
-        """
-        count, stages = len(self.blocks), self.num_stages
-        if self.virtual == 1 or self.fixed_starts is not None:
-            return count
-        return -(-count // stages) + max(1, count // (SPREAD * stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

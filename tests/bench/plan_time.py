@@ -7,8 +7,8 @@ simulated time (gap) and of the estimates (model gap). Nothing is asserted.
 Batches are those of the papers: GPT-2 (Radford et al. 2019: 512 sequences); Llama 3 (Dubey et al.
 2024: 8M tokens for most of the training of the large ones; 1M here for 8B on 32 devices); 175B,
 530B, 1T (Narayanan et al., SC 2021, tables 1 and 2: as many sequences as devices); T5 (Raffel et
-al. 2020: 2,048 sequences of 512); ViT-22B (Dehghani et al. 2023: 65k images, here 65,536). Mixtral's
-is not published: 4M tokens.
+al. 2020: 2,048 sequences of 512); ViT-22B (Dehghani et al. 2023: 65k images, here 65,536).
+Mixtral's is not published: 4M tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _language_model(config: Any, batch: int, length: int) -> Made:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = _tokens(batch, length, config.vocab_size)
     return model, {"input_ids": ids, "labels": ids}
 
@@ -159,20 +159,18 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
     if row.make is None:
         graph, key = _graph(), "synthetic"
     else:
-        from autopar.api.compiling import chosen_mode, precision_of
-        from autopar.capture.calls import capture_call
+        from autopar.api.compiling import capture_call
 
         model, batch = row.make()
         built_s = time.monotonic()
-        print(f"model built in {built_s - begin_s:.1f} s", file=sys.stderr)
         begin_s = built_s
         captured = capture_call(
             model,
             batch,
             None,
             None,
-            mode=chosen_mode("train", None),
-            precision=precision_of(None, None),
+            mode="train",
+            precision=None,
         )[1]
         graph, key = captured.graph, captured.hash
     cluster = parse_devices(row.devices)
@@ -189,7 +187,7 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
 
     def progress(line: str) -> None:
         if verbose:
-            print(f"{time.monotonic() - captured_s:7.1f} {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{time.monotonic() - captured_s:7.1f} {line}\n")
 
     plan, stats = solve(graph, key, cluster, **asked, progress=progress)  # type: ignore[arg-type]
     end_s = time.monotonic()
@@ -231,7 +229,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(measure(ROWS[given.child], save=given.save, verbose=given.verbose)))
+        found = measure(ROWS[given.child], save=given.save, verbose=given.verbose)
+        sys.stdout.write(json.dumps(found) + "\n")
         return
     table = Table("row", "nodes", *PHASES, "total s", "cpu s", "GiB", "plan", "step s", "bound s")
     for heading in ("gap", "model gap", "opened", "stopped"):
@@ -248,7 +247,7 @@ def main() -> None:
             f"{found['gap']:.1%}", f"{found['model_gap']:.2%}", found["opened"],
             found["stopped_by"] or "-",
         )  # fmt: skip
-        print(json.dumps({"row": name, **found}), file=sys.stderr, flush=True)
+        sys.stderr.write(json.dumps({"row": name, **found}) + "\n")
     Console(width=240).print(table)
 
 

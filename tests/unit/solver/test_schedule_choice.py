@@ -152,29 +152,26 @@ def test_no_order_of_any_cut_is_faster_than_the_bound(seed):
     weight, message_s = rng.uniform(0, 2), rng.choice([0.0, 0.3])
     mesh = MeshShape(pp=pp)
     plain = chain(seconds, weight, message_s, mesh=mesh, count=count)
-    deep = tuple(2 * w - 1 for w in plain_warmup(pp))
-    any_s = PipelineBound(plain, splits=True).least_s()
-    deep_s = PipelineBound(plain, depths=deep).least_s()
-    plain_s = PipelineBound(plain).least_s()
-    assert 0 < any_s <= deep_s * 1.001  # the bisection ends at 5e-4
-    assert deep_s <= plain_s * 1.001
-    least = {H1: float("inf"), deep: float("inf"), None: float("inf")}
+    halves_s = PipelineBound(plain, splits_backward=True).least_s()
+    whole_s = PipelineBound(plain).least_s()
+    cycles_s = PipelineBound(plain, has_cycles=True).least_s()
+    assert halves_s <= whole_s * 1.001 <= cycles_s * 1.002  # bisections end a little early
+    deep = tuple(2 * w for w in plain_warmup(pp))
     for starts in combinations(range(1, 6), pp - 1):
-        for kind, warmup in ((PLAIN, None), (PLAIN, deep), (H1, None)):
+        for kind, warmup, bound_s in (
+            (PLAIN, None, cycles_s), (PLAIN, deep, whole_s), (H1, None, halves_s)
+        ):  # fmt: skip
             problem = chain(seconds, weight, message_s, mesh=mesh, count=count, kind=kind)
-            time_s = simulated_s(mesh, problem, cut(problem, starts), warmup=warmup)
-            key = kind if kind is H1 else warmup
-            least[key] = min(least[key], time_s)
-    assert plain_s <= least[None] * (1 + 1e-9)
-    assert deep_s <= least[deep] * (1 + 1e-9)
-    assert any_s <= min(least.values()) * (1 + 1e-9)
+            time_s = simulated_s(mesh, problem, cut(problem, starts), warmup)
+            assert time_s >= bound_s * (1 - 1e-9)
     v = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
-    bound_s = PipelineBound(
-        chain(seconds, weight, message_s, mesh=v, count=count, kind=ZBV), splits=True
-    ).least_s()
+    if v.num_stages > 5:
+        return
     for starts in combinations(range(1, 6), v.num_stages - 1):
         problem = chain(seconds, weight, message_s, mesh=v, count=count, kind=ZBV)
-        assert bound_s <= simulated_s(v, problem, cut(problem, starts)) * (1 + 1e-9)
+        time_s = simulated_s(v, problem, cut(problem, starts))
+        least_s = PipelineBound(problem, splits_backward=True).least_s()
+        assert time_s >= least_s * (1 - 1e-9)
 
 
 @pytest.fixture(scope="module")
