@@ -20,7 +20,7 @@ choice at hand, so the answer is never worse by this objective.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise, permutations
 
 from ortools.sat.python import cp_model
 
@@ -31,6 +31,7 @@ MEMORY_UNIT_BYTES = 1 << 16
 TIME_STEPS = 1 << 22
 WORK_LIMIT = 0.4  # deterministic seconds
 MAX_ROUNDS = 4  # of swaps
+MAX_ORDERS = 6  # of classes
 
 
 def better_cuts(
@@ -52,18 +53,26 @@ def better_orders(
 def swaps(
     search: PipelineSearch, pipelines: Sequence[PipelineChoice]
 ) -> Iterator[tuple[PipelineChoice, ...]]:
-    """Choices in which two neighbouring stages of one pipeline (and its equals) change places."""
+    """Choices in which one pipeline (and its equals) has its stages in another order.
+
+    Two neighbours change places, or the classes follow one another in any order, each in one run.
+    """
     for pipeline in dict.fromkeys(pipelines):
         kinds = [stage.kind for stage in pipeline.stages]
         most = min(pipeline.num_microbatches, len(kinds))
-        for s in range(len(kinds) - 1):
-            if kinds[s] == kinds[s + 1]:
-                continue
-            other = [*kinds[:s], kinds[s + 1], kinds[s], *kinds[s + 2 :]]
-            found = search.cut(other, most=most)
+        for other in dict.fromkeys(map(tuple, _orders(search, kinds))):
+            found = None if list(other) == kinds else search.cut(other, most=most)
             if found is not None:
                 turned = found.choice(pipeline.num_microbatches)
                 yield tuple(turned if p == pipeline else p for p in pipelines)
+
+
+def _orders(search: PipelineSearch, kinds: list[int]) -> Iterator[list[int]]:
+    class_of = {k: search.problem.kinds[k].device_class for k in kinds}
+    for order in islice(permutations(sorted(set(class_of.values()))), MAX_ORDERS):
+        yield sorted(kinds, key=lambda k, order=order: order.index(class_of[k]))  # type: ignore[misc]
+    for s in range(len(kinds) - 1):
+        yield [*kinds[:s], kinds[s + 1], kinds[s], *kinds[s + 2 :]]
 
 
 def _turned(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:
