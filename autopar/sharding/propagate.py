@@ -409,13 +409,17 @@ class DataAxes:
         state = _State(axis, size, exchanged=exchanged)
         state.place = {i.name: placements.get(i.name, R) for i in self._graph.inputs}
         state.choices.update(placements)
+        kept: dict[int, tuple[tuple[AxisStrategy, ...], tuple[AxisStrategy, ...]]] = {}
         for node in self._graph.nodes:
             if node.op == "getitem":
                 state.place[node.name] = state.place[source_of(node)]
                 continue
             options = self._options(node, state, divide.get(node.name, {}))
             if not statistics:
-                options = tuple(s for s in options if s.factor != MICROBATCH_STATISTICS)
+                if id(options) not in kept:  # the options too, so that their identity stays theirs
+                    free = tuple(s for s in options if s.factor != MICROBATCH_STATISTICS)
+                    kept[id(options)] = (options, free)
+                options = kept[id(options)][1]
             self._choose(node, options, state)
         return AxisChoices(
             state.choices, frozenset(state.prologue), state.moved_bytes, state.unsplit_bytes
