@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_time
 
 
 class AutoparError(Exception):
@@ -81,7 +81,7 @@ class Shortfall:
         needed: The least amount that any plan needs, in ``unit``.
         available: The amount that there is, in ``unit``.
         unit: Name of the unit, such as ``"bytes"``.
-        remedy: The cheapest way out, as an imperative sentence.
+        remedy: The cheapest way out, as an imperative sentence; "" if none is known.
     """
 
     what: str
@@ -97,7 +97,30 @@ class Shortfall:
             format_bytes(n) if is_memory else f"{n:,.0f} {self.unit}"
             for n in (self.needed, self.available)
         )
-        return f"{self.what}: needs {needed}, has {available}; {self.remedy}"
+        text = f"{self.what}: needs {needed}, has {available}"
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """A way out of an infeasible question; it was tried.
+
+    Attributes:
+        what: What to change, as an imperative sentence.
+        time_s: Seconds of a step of the plan that there is then: the price.
+        plan: That plan in a few words.
+        peak_bytes: Its peak on the worst device.
+    """
+
+    what: str
+    time_s: float
+    plan: str
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        """One line: what to do, and the plan that there is then."""
+        peak = format_bytes(self.peak_bytes)
+        return f"{self.what}: {format_time(self.time_s)} per step with {self.plan}, {peak}"
 
 
 class InfeasibleError(AutoparError, RuntimeError):
@@ -105,8 +128,26 @@ class InfeasibleError(AutoparError, RuntimeError):
 
     Attributes:
         shortfalls: The limits that failed, worst first.
+        relaxations: Ways out, each tried, fastest plan first.
+        notes: What was tried in vain, and what was not tried.
     """
 
-    def __init__(self, message: str, shortfalls: tuple[Shortfall, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        shortfalls: tuple[Shortfall, ...] = (),
+        *,
+        relaxations: tuple[Relaxation, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.message = message
         self.shortfalls = shortfalls
-        super().__init__("\n  - ".join([message, *map(str, shortfalls)]))
+        self.relaxations = relaxations
+        self.notes = notes
+        lines = [message, *(f"  - {shortfall}" for shortfall in shortfalls)]
+        if relaxations:
+            lines += ["ways out, each tried, fastest first:"]
+            lines += [f"  - {relaxation}" for relaxation in relaxations]
+        if notes:
+            lines += ["tried in vain, or not tried:", *(f"  - {note}" for note in notes)]
+        super().__init__("\n".join(lines))

@@ -9,6 +9,7 @@ from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
 from autopar.ir.graph import Arg, Meta
 from autopar.plan.types import DP_AXIS, PP_AXIS, TP_AXIS, MeshShape, StagePlacement
+from autopar.units import GB
 
 
 class CostModel(Protocol):
@@ -118,3 +119,19 @@ def slowest_group(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[int, ..
         return link.bandwidth_bytes_per_s, -link.latency_s
 
     return min(groups, key=slowness)
+
+
+def link_words(cluster: Cluster, mesh: MeshShape) -> dict[str, str]:
+    """Axis with several ranks -> the link that its slowest group uses, for people."""
+    found = {}
+    for axis, size in ((TP_AXIS, mesh.tp), (DP_AXIS, mesh.dp), (PP_AXIS, mesh.pp)):
+        if size == 1:
+            continue
+        group = slowest_group(cluster, mesh, axis)
+        link = cluster.link_for(group)
+        links = cluster.links_for(group)
+        where = "inside a machine" if links.inter is None else "between machines"
+        where = "between sites" if links.num_sites > 1 else where
+        rate = f"{link.bandwidth_bytes_per_s / GB:.3g} GB/s"
+        found[axis] = f"{link.kind.value} {where}, {rate} per device"
+    return found

@@ -13,6 +13,7 @@ from autopar.plan.schedule import action_lists
 from autopar.plan.types import Plan, ScheduleKind, StagePlan
 from cost_models.lanes import Lane, Segment
 from cost_models.memory_timeline import MemoryTimeline, ProgramMemory, StageMemory, memory_timelines
+from cost_models.pipelines_simulation import simulate_pipelines, stage_words
 from cost_models.simulate import StageSeconds, simulate
 from cost_models.spans import Simulation
 
@@ -29,6 +30,8 @@ def simulate_plan(plan: Plan) -> Simulation:
     Args:
         plan: With figures of its stages; without, everything takes 0 seconds.
     """
+    if plan.pipelines:
+        return simulate_pipelines(plan)
     mesh, count = plan.mesh, plan.num_microbatches
     order = plan_order(plan)
     ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
@@ -55,6 +58,8 @@ def plan_memory(plan: Plan, simulation: Simulation) -> tuple[MemoryTimeline, ...
         plan: With figures of its stages.
         simulation: From :func:`simulate_plan`.
     """
+    if plan.pipelines:
+        return ()  # of its stages only the peak is known
     stages = []
     for stage in plan.stages:
         parts = stage.memory
@@ -76,6 +81,8 @@ def plan_memory(plan: Plan, simulation: Simulation) -> tuple[MemoryTimeline, ...
 
 def device_words(plan: Plan, pipeline_rank: int) -> str:
     """Which devices a pipeline rank stands for, such as ``"ranks 0-7"``."""
+    if plan.pipelines:
+        return stage_words(plan, pipeline_rank)
     devices = plan.stages[pipeline_rank].devices
     if len(devices) == 1:
         return f"rank {devices[0]}"

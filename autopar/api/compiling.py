@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar, Unpack
@@ -34,23 +34,22 @@ from autopar.api.environment import (
 )
 from autopar.api.options import ConstraintOptions, UserConstraints, as_call, user_constraints
 from autopar.api.planning import agree_on_plan
-from autopar.api.profiling import prices_for
 from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
-from autopar.report.facts import with_words
 from autopar.report.text import render_plan
 from autopar.runtime.failure import FailFast
-from autopar.runtime.module import CompiledState, bind, extend, uncompiled
+from autopar.runtime.module import CompiledState, Questions, bind, extend, uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.place import Place
 from autopar.runtime.pretrained import opened
 from autopar.runtime.session import LOSS_BATCH, RunOptions, Session, gathered
 from autopar.runtime.start import check_launch, check_model, start_session
 from autopar.sharding.build import signatures_of
+from autopar.solver.objective import Goal, goal
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +76,7 @@ class _Order:
     run: RunOptions
     given: Mapping[str, torch.Tensor] | None
     precision: str | None = None
+    goal: Goal = field(default_factory=lambda: goal())
 
     def wishes(self) -> dict[str, str]:
         """Arguments that every rank must give alike; what a rank finds out itself may differ."""
@@ -89,6 +89,8 @@ class _Order:
             "on_unknown": repr(self.on_unknown),
             "outputs": repr(self.run.outputs),
             "seed": repr(self.run.seed),
+            "objective": repr(self.goal.objective.value),
+            "cost_limit": repr(self.goal.cost_limit),
         }
 
 
@@ -111,13 +113,15 @@ def compile(  # noqa: PLR0913
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
     precision: str | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
 
-    In a plain process with more than one device it plans and stops: the result has ``.plan`` and
-    ``.report()``, and calling it says how to launch. Under ``torchrun`` every rank calls it; rank 0
-    plans, all ranks run.
+    In a plain process with more than one device it plans and stops: calling the result says how to
+    launch. Under ``torchrun`` every rank calls it; rank 0 plans, all ranks run.
 
     Args:
         model: Any module; the same object comes back, its class extended, its parameters replaced
@@ -132,24 +136,23 @@ def compile(  # noqa: PLR0913
             the entry ``batch`` of ``inputs``, else the arguments of the call.
         memory_limit: Bytes, or text such as ``"16GiB"``, that a device may use.
         optimizer: Kind whose state is priced: adamw, adam, sgd, sgd-momentum, adafactor or none.
-        outputs: Paths of outputs that training returns whole; not with ``loss=``, where the call
-            returns the loss alone. With ``mode="inference"`` those that calls return; all if none
-            is named.
+        outputs: Paths of outputs that training returns whole, not with ``loss=``; with
+            ``mode="inference"`` those that calls return, all if none is named.
         seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
-        rng: Where random numbers come from: ``"counter"``, a function of seed, step and element
-            that no plan changes; or ``"torch"``, for one device alone: torch's own generator, the
-            call then equals eager bit for bit.
-        mode: ``"train"``, or ``"inference"``: a plan of forwards only, with no memory for
-            gradients and optimizer. Left out: that of ``plan``, else ``"train"``.
+        rng: ``"counter"``: random numbers are a function of seed, step and element; ``"torch"``, on
+            one device alone: torch's own generator, the call then equals eager bit for bit.
+        mode: ``"train"``, or ``"inference"``, forwards only; that of ``plan`` if left out.
         state_dict: Whole tensors for all of the model's own, by name; or a safetensors directory.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
-        timeout_s: How long a step may last, other ranks' loading and saving included, before all
-            ranks are ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
+        timeout_s: How long a step may last, loading and saving included, before all ranks are
+            ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
         precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters and gradients
             (:mod:`autopar.ir.precision_rules`), ``"fp32"``; left out, the model's own dtypes.
-        constraints: Decisions that are taken already, such as ``pp=2``; see
-            :class:`~autopar.api.options.ConstraintOptions`.
+        objective: ``"time"``, ``"cost"`` or ``"time within cost"``, see :class:`Objective`.
+        cost_limit: The most that a step may cost, for ``"time within cost"``.
+        cost_per_hour: Price of a device in any currency; by its name where there are several.
+        constraints: Decisions that are taken already, see :class:`ConstraintOptions`.
 
     Raises:
         ConfigError: An argument is wrong, the launch does not fit, the plan is another model's.
@@ -163,15 +166,14 @@ def compile(  # noqa: PLR0913
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
-        cluster=_cluster(devices, given_plan, memory_limit), plan=given_plan, given=given,
+        cluster=cluster_for(devices, given_plan, memory_limit, cost_per_hour),
+        plan=given_plan, given=given, goal=goal(objective, cost_limit),
         constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
         on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
         precision=precision_of(precision, given_plan),
     )  # fmt: skip
-    if rng == "torch":
-        order = _as_it_is(order)
-    return _compiled(model, order, inputs, args)
+    return _compiled(model, _as_it_is(order) if rng == "torch" else order, inputs, args)
 
 
 def _compiled(model: M, order: _Order, inputs: object, args: Sequence[object] | None) -> M:
@@ -212,15 +214,21 @@ def _start(
         # a wrong path is refused before the search
         gathered(captured, order.run, captured.training)
         if post.place is None:
-            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+            _remember(state, captured, _make_plan(captured, order, state.planning_s), order)
         else:
             state.session = _launch(model, call, captured, order, state, post)
-            _remember(state, captured, state.session.plan)
+            _remember(state, captured, state.session.plan, order)
 
 
-def _remember(state: CompiledState, captured: Captured, made: Plan) -> None:
+def _remember(state: CompiledState, captured: Captured, made: Plan, order: _Order) -> None:
+    def ask() -> Questions:
+        from autopar.api.questions import Questions  # few ask, and it takes ortools
+
+        return Questions(captured, order.cluster, made, order.time_limit_s)
+
     state.plan = made
     state.report = functools.partial(render_plan, graph=captured.graph)
+    state.ask = functools.cache(ask)
 
 
 def _as_it_is(order: _Order) -> _Order:
@@ -262,6 +270,9 @@ def plan(  # noqa: PLR0913
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
     precision: str | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
@@ -279,6 +290,9 @@ def plan(  # noqa: PLR0913
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
         precision: As in :func:`compile`.
+        objective: As in :func:`compile`.
+        cost_limit: As in :func:`compile`.
+        cost_per_hour: As in :func:`compile`.
     """
     return make_plan(
         capture_call(
@@ -296,10 +310,13 @@ def plan(  # noqa: PLR0913
         optimizer=optimizer,
         on_unknown=on_unknown,
         time_limit_s=time_limit_s,
+        objective=objective,
+        cost_limit=cost_limit,
+        cost_per_hour=cost_per_hour,
     )
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913
     captured: Captured,
     devices: Devices,
     *,
@@ -309,10 +326,14 @@ def make_plan(
     optimizer: str = "adamw",
     on_unknown: str = "replicate",
     time_limit_s: float | None = None,
+    objective: str = "time",
+    cost_limit: float | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
 ) -> Plan:
     """The solver's plan for a captured program; arguments as in :func:`plan`."""
     order = _Order(
-        cluster=_cluster(devices, None, memory_limit),
+        cluster=cluster_for(devices, None, memory_limit, cost_per_hour),
+        goal=goal(objective, cost_limit),
         constraints=constraints or UserConstraints(),
         plan=None,
         loss=loss,
@@ -380,7 +401,13 @@ def _runs_here(cluster: Cluster) -> bool:
     return is_launched() or cluster.num_devices == 1
 
 
-def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str | None) -> Cluster:
+def cluster_for(
+    devices: Devices | None,
+    plan: Plan | None,
+    memory_limit: int | str | None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
+) -> Cluster:
+    """The cluster that a call names; of a given plan, or of the launch, if it names none."""
     wanted = devices  # without it the launch counts, which is checked where it is joined
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
@@ -391,7 +418,7 @@ def _cluster(devices: Devices | None, plan: Plan | None, memory_limit: int | str
             f"the plan is for {plan.num_devices} devices ({plan.cluster}), devices= names "
             f"{cluster.num_devices} ({cluster}); leave devices out, or plan again for these"
         )
-    return cluster
+    return cluster if cost_per_hour is None else cluster.with_costs(cost_per_hour)
 
 
 def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | None = None) -> Plan:
@@ -401,27 +428,19 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         return order.plan
     if order.on_unknown == "error":
         _refuse_unknown(captured)
-    from autopar.solver.search import solve  # a rank that is given its plan needs no ortools
+    from autopar.api import questions  # a rank that is given its plan needs no ortools
 
-    found, stats = solve(
-        captured.graph,
-        captured.hash,
+    found, stats = questions.solve(
+        captured,
         order.cluster,
-        constraints=order.constraints.for_solver(),
-        optimizer=order.optimizer if captured.training else "none",
-        memory_limit_bytes=None,
-        cost_model=prices_for(order.cluster, graph=captured.graph),
-        progress=lambda line: logger.debug("%s", line),
+        order.constraints.for_solver(),
+        optimizer=order.optimizer,
+        goal=order.goal,
         time_limit_s=order.time_limit_s,
     )
     if seconds is not None:
         seconds.update(stats.seconds)
-    found = replace(
-        found,
-        assumptions=(*found.assumptions, *captured.assumptions),
-        precision=captured.precision,
-    )
-    return with_words(found, captured.graph)
+    return found
 
 
 def _refuse_unknown(captured: Captured) -> None:
@@ -491,11 +510,11 @@ def _launch_lazily(
         if state.guard is not None:
             captured = _capture(model, call, order, state)
             session = _launch(model, call, captured, order, state, post)
-            _remember(state, captured, session.plan)
+            _remember(state, captured, session.plan, order)
             return session
         if state.plan is None:
             captured = _capture(model, call, order, state)
-            _remember(state, captured, _make_plan(captured, order, state.planning_s))
+            _remember(state, captured, _make_plan(captured, order, state.planning_s), order)
         assert state.plan is not None
     raise ConfigError(
         f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "

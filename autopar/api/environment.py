@@ -64,9 +64,9 @@ def find_place(cluster: Cluster, model: torch.nn.Module) -> Place:
     )
 
 
-def launch_command(cluster: Cluster) -> str:
-    """How to start this script on the planned devices."""
-    script = sys.argv[0] if sys.argv and sys.argv[0] else "train.py"
+def launch_command(cluster: Cluster, *, script: str = "") -> str:
+    """How to start a script on the planned devices: this one, if none is named."""
+    script = script or (sys.argv[0] if sys.argv and sys.argv[0] else "train.py")
     per_machine = {m.num_devices for m in cluster.machines}
     count = len(cluster.machines)
     if count == 1:

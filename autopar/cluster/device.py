@@ -8,8 +8,9 @@ file puts it under ``float32``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isfinite
 
 from autopar.errors import ConfigError
 
@@ -102,6 +103,8 @@ class Device:
         host_step_s: Seconds per training step of host work that nothing hides.
         curve: Share of the peaks that kernels reach.
         source: Where the figures come from.
+        cost_per_hour: Price of one such device for an hour, in a currency of the user's; None where
+            nobody gave one. Presets have none.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Device:
     host_operator_s: float = 0.0
     host_step_s: float = 0.0
     curve: EfficiencyCurve = EfficiencyCurve()
+    cost_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         if "float32" not in dict(self.peak_flops):
@@ -135,6 +139,11 @@ class Device:
                 raise ConfigError(
                     f"device {self.name!r}: {name} is {getattr(self, name)}, must be at least 0"
                 )
+        cost = self.cost_per_hour
+        if cost is not None and not (isfinite(cost) and cost >= 0):
+            raise ConfigError(
+                f"device {self.name!r}: cost_per_hour is {cost}, must be a number of at least 0"
+            )
         if not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ConfigError(
                 f"device {self.name!r}: reserved_bytes is {self.reserved_bytes}, "
@@ -145,6 +154,33 @@ class Device:
     def usable_bytes(self) -> int:
         """Bytes that a plan may fill."""
         return self.memory_bytes - self.reserved_bytes
+
+    def at_speed(self, factor: float) -> Device:
+        """This device if it computes ``factor`` times as fast, under a name of its own.
+
+        Args:
+            factor: 0.5 takes twice as long for everything but messages.
+
+        Raises:
+            ConfigError: The factor is not above 0, or no number.
+        """
+        if not (isfinite(factor) and factor > 0):
+            raise ConfigError(
+                f"device {self.name!r}: speed is {factor:g}, must be a number above 0; leave a "
+                "machine that does not work out of the cluster"
+            )
+        if factor == 1:
+            return self
+        name, _, before = self.name.partition("@")
+        return replace(
+            self,
+            name=f"{name}@{factor * float(before or 1):g}",
+            peak_flops=tuple((dtype, rate * factor) for dtype, rate in self.peak_flops),
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * factor,
+            launch_overhead_s=self.launch_overhead_s / factor,
+            host_operator_s=self.host_operator_s / factor,
+            source=f"{self.source}; at {factor:g} of its speed",
+        )
 
     def peak_flops_for(self, dtype: str) -> float:
         """Dense FLOP/s of arithmetic in ``dtype``; that of float32 if the device lacks it."""

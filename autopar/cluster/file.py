@@ -14,20 +14,25 @@
           "memory_bandwidth_bytes_per_s": 2.0e12,
           "launch_overhead_s": 4e-6,
           "efficiency": {"matmul_fraction": 0.7},   # fields of EfficiencyCurve
+          "cost_per_hour": 1.9,                     # optional; in any currency, the same for all
           "source": "our own measurements"
         }
       },
       "machines": [
         {
           "count": 4, "devices": 8, "device": "lab-gpu",
+          "speed": 1.0,                             # optional: 0.5 for machines at half speed
           "intra": {"kind": "nvlink", "latency_s": 3e-6, "bandwidth_bytes_per_s": 2.2e11},
-          "inter": {"kind": "infiniband", "latency_s": 8e-6, "bandwidth_bytes_per_s": 2.2e10}
+          "inter": {"kind": "infiniband", "latency_s": 8e-6, "bandwidth_bytes_per_s": 2.2e10},
+          "site": "east"                            # optional: where they stand
         }
-      ]
+      ],
+      "between_sites": {"kind": "ethernet", "latency_s": 2e-2, "bandwidth_bytes_per_s": 1e8}
     }
 
 ``intra`` and ``inter`` may be left out where the device is a preset or based on one. Bandwidths
-are per device and direction (see :mod:`autopar.cluster.topology`). Unknown keys are refused.
+are per device and direction (see :mod:`autopar.cluster.topology`); ``between_sites`` is needed
+where machines stand at several sites. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +76,8 @@ def load_cluster(path: Path | str) -> Cluster:
 
 def cluster_from_data(data: object, *, where: str) -> Cluster:
     """The cluster in parsed JSON; ``where`` starts every error text."""
-    top = _Entry(where, data, {"format", "version", "devices", "machines", "assumptions"})
+    known = {"format", "version", "devices", "machines", "assumptions", "between_sites"}
+    top = _Entry(where, data, known)
     if top.get("format") != FORMAT or top.get("version") != VERSION:
         raise ConfigError(
             f"{where}: has format {top.get('format')!r} version {top.get('version')!r}, "
@@ -98,7 +104,15 @@ def cluster_from_data(data: object, *, where: str) -> Cluster:
     notes = top.get("assumptions", [])
     if not isinstance(notes, list) or not all(isinstance(n, str) for n in notes):
         raise ConfigError(f"{where}: assumptions must be a list of texts")
-    return Cluster(machines=tuple(machines), assumptions=(*notes, f"figures from {where}"))
+    between = _link(top, "between_sites", None) if "between_sites" in top.data else None
+    try:
+        return Cluster(
+            machines=tuple(machines),
+            assumptions=(*notes, f"figures from {where}"),
+            between_sites=between,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def dump_cluster(cluster: Cluster) -> str:
@@ -131,6 +145,7 @@ def dump_cluster(cluster: Cluster) -> str:
                 "device": names[machine.device],
                 "intra": asdict(machine.intra),
                 "inter": asdict(machine.inter),
+                **({"site": machine.site} if machine.site else {}),
             }
         )
     data = {
@@ -140,6 +155,8 @@ def dump_cluster(cluster: Cluster) -> str:
         "machines": rows,
         "assumptions": list(cluster.assumptions),
     }
+    if cluster.between_sites is not None:
+        data["between_sites"] = asdict(cluster.between_sites)
     return json.dumps(data, indent=2) + "\n"
 
 
@@ -155,6 +172,7 @@ def _device_data(device: Device) -> dict[str, object]:
         "host_step_s": device.host_step_s,
         "efficiency": asdict(device.curve),
         "source": device.source,
+        **({} if device.cost_per_hour is None else {"cost_per_hour": device.cost_per_hour}),
     }
 
 
@@ -162,7 +180,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
     known = {
         "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
         "launch_overhead_s", "host_operator_s", "host_step_s", "efficiency",
-        "source",
+        "cost_per_hour", "source",
     }  # fmt: skip
     entry = _Entry(where, value, known)
     base: Preset | None = None
@@ -179,6 +197,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
         raise ConfigError(f"{where}: kind is {kind!r}, must be one of {[*map(str, DeviceKind)]}")
     peaks = entry.numbers("peak_flops", dict(old.peak_flops) if old else None)
     curve = _curve(entry, old.curve if old else EfficiencyCurve())
+    cost = entry.number("cost_per_hour") if "cost_per_hour" in entry.data else None
     try:
         device = Device(
             name=name,
@@ -195,6 +214,7 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             host_operator_s=entry.number("host_operator_s", old.host_operator_s if old else 0.0),
             host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
             curve=curve,
+            cost_per_hour=cost,
             source=entry.text("source", f"given in {where}"),
         )
     except ConfigError as error:
@@ -229,20 +249,27 @@ def _curve(parent: _Entry, old: EfficiencyCurve) -> EfficiencyCurve:
 def _machines(
     where: str, value: object, presets: Mapping[str, Preset], bare: Mapping[str, Device]
 ) -> list[Machine]:
-    entry = _Entry(where, value, {"count", "devices", "device", "intra", "inter"})
+    entry = _Entry(where, value, {"count", "devices", "device", "speed", "intra", "inter", "site"})
     name = entry.text("device")
     preset = presets.get(name) or presets.get(ALIASES.get(name.lower(), name.lower()))
-    if preset is None and name not in bare:
+    if name in bare:  # the file's own device, though a preset may be known by that name as well
+        preset = None
+    elif preset is None:
         raise ConfigError(
             f"{where}: device is {name!r}, which is neither in devices nor a preset "
             f"({', '.join(PRESETS)})"
         )
     device = bare[name] if preset is None else preset.device
+    try:
+        device = device.at_speed(entry.number("speed", 1.0))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     machine = Machine(
         device=device,
         num_devices=entry.count("devices"),
         intra=_link(entry, "intra", preset.intra if preset else None),
         inter=_link(entry, "inter", preset.inter if preset else None),
+        site=entry.text("site", ""),
     )
     return [machine] * entry.count("count", 1)
 

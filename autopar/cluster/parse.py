@@ -4,11 +4,12 @@
 
     devices  = COUNT | SPEC | Cluster | path of a cluster file (ends in .json)
     SPEC     = PART { "+" PART }
-    PART     = [ [ MACHINES "x" ] COUNT ":" ] NAME
+    PART     = [ [ MACHINES "x" ] COUNT ":" ] NAME [ "@" SPEED ]
 
 ``4x8:h100-sxm`` is four machines of eight, ``8:a100-80gb`` eight devices (spread over machines of
-the usual size), ``cpu`` one CPU process, ``4:cpu`` four on this machine. The format of cluster
-files is in :mod:`autopar.cluster.file`.
+the usual size), ``cpu`` one CPU process, ``4:cpu`` four on this machine. ``8:h100-sxm@0.5`` is a
+machine that computes at half of its speed. The format of cluster files is in
+:mod:`autopar.cluster.file`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from autopar.units import parse_bytes
 
 __all__ = ["dump_cluster", "find_preset", "load_cluster", "parse_devices"]
 
-_PART = re.compile(r"(?:(?:(-?\d+)\s*[x*]\s*)?(-?\d+)\s*:\s*)?([A-Za-z][\w.\-]*)")
+_PART = re.compile(
+    r"(?:(?:(-?\d+)\s*[x*]\s*)?(-?\d+)\s*:\s*)?([A-Za-z][\w.\-]*)(?:@(\d+(?:\.\d+)?(?:e-?\d+)?))?"
+)
 _FORMS = (
     "write a count (8), 'COUNT:NAME' ('8:a100-80gb'), 'MACHINESxCOUNT:NAME' ('4x8:h100-sxm'), "
     "several joined by ' + ', or the path of a .json cluster file"
@@ -99,9 +102,11 @@ def _parse_part(
     match = _PART.fullmatch(part)
     if match is None:
         raise ConfigError(f"devices={whole!r}: {part!r} is not understood; {_FORMS}")
-    num_machines, count, name = match.groups()
+    num_machines, count, name, speed = match.groups()
     num_devices = _checked(int(count or 1), "devices", whole)
     preset = find_preset(name)
+    if speed is not None:
+        preset = replace(preset, device=preset.device.at_speed(float(speed)))
     if num_machines is None and local is not None and _is_cpu(preset.device, local):
         cluster = _local_devices(num_devices, local)
         return list(cluster.machines), cluster.assumptions

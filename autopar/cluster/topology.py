@@ -11,7 +11,7 @@ Ranks are numbered machine by machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
@@ -94,12 +94,14 @@ class Machine:
         num_devices: How many.
         intra: Between two of them.
         inter: To other machines, as one device sees it.
+        site: Where it stands, if machines stand in several places.
     """
 
     device: Device
     num_devices: int
     intra: Link
     inter: Link
+    site: str = ""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -118,6 +120,7 @@ class GroupLinks:
         per_machine: The fewest of them on one machine.
         intra: The slowest link inside the machines; None if each has one rank.
         inter: The slowest link between the machines, per device; None on one machine.
+        num_sites: Sites that the machines stand at.
     """
 
     size: int
@@ -125,6 +128,7 @@ class GroupLinks:
     per_machine: int
     intra: Link | None
     inter: Link | None
+    num_sites: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +138,23 @@ class Cluster:
     Attributes:
         machines: At least one.
         assumptions: What was taken for granted about it, in sentences for the report.
+        between_sites: Between machines of two sites, as one device sees it while all others send
+            too; needed where there are several sites.
     """
 
     machines: tuple[Machine, ...]
     assumptions: tuple[str, ...] = ()
+    between_sites: Link | None = None
 
     def __post_init__(self) -> None:
         if not self.machines:
             raise ConfigError("Cluster: has 0 machines, needs at least 1")
+        sites = list(dict.fromkeys(m.site for m in self.machines))
+        if len(sites) > 1 and self.between_sites is None:
+            raise ConfigError(
+                f"Cluster: machines at {sites[0]!r} and at {sites[1]!r} are not connected; give "
+                "the link between_sites, or leave the sites out"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -198,12 +211,17 @@ class Cluster:
             counts[index] = counts.get(index, 0) + 1
         used = [self.machines[i] for i in counts]
         inside = [self.machines[i].intra.in_group(n) for i, n in counts.items() if n > 1]
+        outside = [m.inter for m in used]
+        num_sites = len({m.site for m in used})
+        if num_sites > 1 and self.between_sites is not None:
+            outside.append(self.between_sites)
         return GroupLinks(
             size=sum(counts.values()),
             num_machines=len(counts),
             per_machine=min(counts.values()),
             intra=_slowest(inside) if inside else None,
-            inter=_slowest([m.inter for m in used]) if len(used) > 1 else None,
+            inter=_slowest(outside) if len(used) > 1 else None,
+            num_sites=num_sites,
         )
 
     def link_for(self, ranks: Sequence[int]) -> Link:
@@ -249,6 +267,71 @@ class Cluster:
             for m in self.machines
         )
         return replace(self, machines=machines)
+
+    def with_costs(self, cost_per_hour: float | Mapping[str, float]) -> Cluster:
+        """This cluster with prices of its devices.
+
+        Args:
+            cost_per_hour: Of one device: of all alike, or by the name of the device. A machine at
+                another speed costs what its device costs.
+
+        Raises:
+            ConfigError: A name is no device of the cluster, or a price is negative.
+        """
+        names = sorted({m.device.name.partition("@")[0] for m in self.machines})
+        if not isinstance(cost_per_hour, Mapping):
+            cost_per_hour = dict.fromkeys(names, cost_per_hour)
+        for name in cost_per_hour:
+            if name not in names:
+                raise ConfigError(
+                    f"cost_per_hour: {name!r} is no device of {self}; it has {', '.join(names)}"
+                )
+
+        def priced(device: Device) -> Device:
+            cost = cost_per_hour.get(device.name.partition("@")[0], device.cost_per_hour)
+            return replace(device, cost_per_hour=cost)
+
+        machines = tuple(replace(m, device=priced(m.device)) for m in self.machines)
+        return replace(self, machines=machines)
+
+    def without_machines(self, lost: Collection[int]) -> Cluster:
+        """This cluster without some of its machines.
+
+        Args:
+            lost: Their indices.
+
+        Raises:
+            ConfigError: An index is out of range, or no machine is left.
+        """
+        for index in lost:
+            if not 0 <= index < len(self.machines):
+                raise ConfigError(
+                    f"cluster {self}: has no machine {index}, its machines are 0 to "
+                    f"{len(self.machines) - 1}"
+                )
+        left = tuple(m for i, m in enumerate(self.machines) if i not in lost)
+        return replace(self, machines=left)
+
+    def with_speed(self, machine: int, factor: float) -> Cluster:
+        """This cluster with one machine at another speed.
+
+        Args:
+            machine: Its index.
+            factor: 0.5 takes twice as long.
+
+        Raises:
+            ConfigError: There is no such machine, or the factor is not above 0.
+        """
+        if not 0 <= machine < len(self.machines):
+            raise ConfigError(
+                f"cluster {self}: has no machine {machine}, its machines are 0 to "
+                f"{len(self.machines) - 1}"
+            )
+        slow = replace(
+            self.machines[machine], device=self.machines[machine].device.at_speed(factor)
+        )
+        before, after = self.machines[:machine], self.machines[machine + 1 :]
+        return replace(self, machines=(*before, slow, *after))
 
     def __str__(self) -> str:
         """Canonical text, such as ``4x8:h100-sxm`` or ``8:a100-80gb + 4:l4``.

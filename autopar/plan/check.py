@@ -8,6 +8,8 @@ Rules, each with the numbers that clash:
 3. Stage ``s`` has the block of ``dp * tp`` ranks of its pipeline rank.
 4. Splits are texts of strategies or placements, on the axes mb, dp, tp.
 5. The predicted peak is within the memory limit, and within every device of the cluster.
+
+A plan of unequal pipelines has rules of its own (:mod:`autopar.plan.check_pipelines`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, ShardingError
+from autopar.plan.check_pipelines import pipeline_faults
 from autopar.plan.orders import plan_order, schedule_fault
 from autopar.plan.schedule import in_flight
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, Plan
@@ -33,9 +36,12 @@ def check_plan(plan: Plan, cluster: Cluster | None = None) -> None:
     Raises:
         PlanError: Lists every rule that is broken, with its numbers.
     """
-    faults = [*_sizes(plan), *_stages(plan), *_splits(plan), *_memory(plan)]
-    if cluster is not None:
-        faults += _cluster_faults(plan, cluster)
+    if plan.pipelines:
+        faults = [*pipeline_faults(plan, cluster), *_splits(plan), *_memory(plan)]
+    else:
+        faults = [*_sizes(plan), *_stages(plan), *_splits(plan), *_memory(plan)]
+        if cluster is not None:
+            faults += _cluster_faults(plan, cluster)
     if not faults:
         return
     if len(faults) == 1:

@@ -32,6 +32,27 @@ def splits_text(choices: Mapping[str, Mapping[str, Choice]]) -> dict[str, dict[s
     }
 
 
+def refuse_pipelines(plan: Plan) -> None:
+    """Raise if a plan can be shown and kept, but not run.
+
+    Raises:
+        PlanError: Its pipelines are unequal; programs are written for one mesh.
+    """
+    if not plan.pipelines:
+        return
+    sizes: dict[str, set[int]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            sizes.setdefault(stage.device, set()).update(stage.devices)
+    most = max(sizes, key=lambda name: (len(sizes[name]), name))
+    raise PlanError(
+        f"the plan for {plan.cluster} has {len(plan.pipelines)} unequal pipelines on "
+        f"{', '.join(sizes)}, which can be planned, saved and shown, but not run: programs are "
+        "written for one mesh of equal stages; plan for devices of one kind "
+        f"(devices='{len(sizes[most])}:{most}'), or fix dp=, tp= or pp= for one mesh over all"
+    )
+
+
 def decisions_of(
     plan: Plan, graph: Graph, *, gather_outputs: frozenset[str] = frozenset()
 ) -> Decisions:
@@ -43,8 +64,10 @@ def decisions_of(
         gather_outputs: Output paths to return whole.
 
     Raises:
-        PlanError: The plan names an operator or input that the graph does not have.
+        PlanError: The plan names an operator or input that the graph does not have, or it has
+            unequal pipelines, which have no decisions in common.
     """
+    refuse_pipelines(plan)
     known = {n.name for n in graph.nodes} | {i.name for i in graph.inputs}
     parsed: dict[str, Choice] = {}
     choices: dict[str, dict[str, Choice]] = {}

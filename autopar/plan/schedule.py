@@ -171,6 +171,27 @@ def in_flight(order: Order, stage: int) -> int:
     return most
 
 
+def all_in_flight(order: Order) -> tuple[int, ...]:
+    """:func:`in_flight` of every stage, in one walk.
+
+    >>> all_in_flight(compute_order(ScheduleKind.ONE_F_ONE_B, pp=3, virtual=1, num_microbatches=9))
+    (3, 2, 1)
+    """
+    most: dict[int, int] = {}
+    for row in order:
+        alive = dict.fromkeys((c.stage for c in row), 0)
+        if all(c.kind is F for c in row):
+            most.update(dict.fromkeys(alive, 1))
+            continue
+        for stage, kind, _ in row:
+            if kind is F:
+                alive[stage] += 1
+                most[stage] = max(most.get(stage, 0), alive[stage])
+            elif kind is not I:
+                alive[stage] -= 1
+    return tuple(most[stage] for stage in sorted(most))
+
+
 class Alive(NamedTuple):
     """Micro-batches in flight in a stage: before their backward, and between its two halves."""
 
@@ -195,23 +216,28 @@ def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, Alive], ...]:
     stages = sorted({c.stage for c in row})
     if all(c.kind is F for c in row):
         return tuple({s: Alive(int(s == one), 0) for s in stages} for one in stages)
-    alive = dict.fromkeys(stages, Alive(0, 0))
+    place = {stage: 2 * at for at, stage in enumerate(stages)}
+    alive = [0] * (2 * len(stages))  # before and between, by stage
     seen: dict[tuple[int, ...], None] = {}
-    for stage, kind, _ in row:
-        before, between = alive[stage]
-        alive[stage] = {
-            F: Alive(before + 1, between),
-            I: Alive(before - 1, between + 1),
-            W: Alive(before, between - 1),
-        }.get(kind, Alive(before - 1, between))
-        if kind in (F, I):
-            seen[tuple(n for pair in alive.values() for n in pair)] = None
+    kinds = [c.kind for c in row] + [B]
+    for (stage, kind, _), follows in zip(row, kinds[1:], strict=True):
+        at = place[stage]
+        if kind is F:
+            alive[at] += 1
+        elif kind is I:
+            alive[at] -= 1
+            alive[at + 1] += 1
+        else:
+            alive[at + (kind is W)] -= 1
+        # forwards in a row: the last of them has the most
+        if kind is I or (kind is F and follows is not F):
+            seen[tuple(alive)] = None
     most = [
         v
         for v in seen
-        if not any(o != v and all(a >= b for a, b in zip(o, v, strict=True)) for o in seen)
+        if not any(o != v and all(x >= y for x, y in zip(o, v, strict=True)) for o in seen)
     ]
-    return tuple({s: Alive(v[2 * at], v[2 * at + 1]) for at, s in enumerate(stages)} for v in most)
+    return tuple({s: Alive(v[place[s]], v[place[s] + 1]) for s in stages} for v in most)
 
 
 def action_lists(

@@ -10,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, NoReturn
 
+from autopar.errors import ConfigError
+from autopar.plan.pipelines import PipelinePlan
 from autopar.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from autopar.plan.answers import ParamExplanation, PlanExplanation
+    from autopar.plan.diff import PlanDiff
 
 MB_AXIS = "mb"
 DP_AXIS = "dp"
@@ -223,22 +230,19 @@ class TimeTerms:
     Attributes:
         compute_s: Operators of all micro-batches, recomputing included.
         collectives_s: Collectives of all micro-batches.
-        once_s: Once per step: gradients reduced, parameters gathered.
-        optimizer_s: The optimizer's step.
+        once_s: Once per step: gradients reduced, parameters gathered, the optimizer's step.
         waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
     """
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
     once_s: float = 0.0
-    optimizer_s: float = 0.0
     waiting_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Sum of the terms: the step."""
-        busy_s = self.compute_s + self.collectives_s + self.once_s + self.optimizer_s
-        return busy_s + self.waiting_s
+        return self.compute_s + self.collectives_s + self.once_s + self.waiting_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +308,14 @@ class Plan:
             None: as few as keep the pipeline full (``pp - rank``).
         rank_bytes: Predicted peak of each pipeline rank's devices; empty where it is what its
             stages take, added up.
+        links: Axis with several ranks -> the slowest link that its groups use, in words.
+        pipelines: Unequal pipelines side by side, on devices of several kinds; empty for a plan of
+            one mesh. With pipelines ``mesh`` is that of one device and there are no ``stages``.
+        objective: What was minimised: ``"time"``, ``"cost"`` or ``"time within cost"``.
+        cost_per_step: Price of a step on the devices in use, in the currency of the cluster's
+            ``cost_per_hour``; None where prices are not known.
+        cost_bound: Lower bound of it over the searched space, where it was minimised.
+        cost_limit: The most that a step may cost, if the user gave it.
     """
 
     model_hash: str
@@ -333,7 +345,13 @@ class Plan:
     precision_words: Mapping[str, str] = field(default_factory=dict)
     warmup: tuple[int, ...] | None = None
     rank_bytes: tuple[int, ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
     model_gap: float = 0.0
+    pipelines: tuple[PipelinePlan, ...] = ()
+    objective: str = "time"
+    cost_per_step: float | None = None
+    cost_bound: float | None = None
+    cost_limit: float | None = None
 
     @property
     def gap(self) -> float:
@@ -341,15 +359,66 @@ class Plan:
         return max(0.0, 1 - self.bound_s / self.time_s) if self.time_s > 0 else 0.0
 
     @property
+    def num_ranks(self) -> int:
+        """Devices in use."""
+        return sum(p.num_devices for p in self.pipelines) or self.mesh.num_ranks
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Devices that are not in use."""
+        if not self.pipelines:
+            return tuple(range(self.mesh.num_ranks, self.num_devices))
+        used = {rank for p in self.pipelines for stage in p.stages for rank in stage.devices}
+        return tuple(rank for rank in range(self.num_devices) if rank not in used)
+
+    @property
     def mode(self) -> str:
         """``"train"``, or ``"inference"`` for a plan that has no backward."""
         return "inference" if self.schedule is ScheduleKind.FORWARD else "train"
 
+    def explain(self, pattern: str | None = None) -> PlanExplanation | ParamExplanation:
+        """What binds and who lost; or how the parameters that match a pattern are split.
+
+        The plan alone is asked. What takes the model (what more memory would be worth, what other
+        splits would cost) is told by ``model.explain()`` and by ``autopar explain``.
+
+        Args:
+            pattern: Of parameter names, such as ``"model.layers.*.mlp.down_proj.weight"``.
+
+        Raises:
+            ConfigError: No parameter matches the pattern.
+        """
+        from autopar.plan.explain import explain_parameters, explain_plan
+
+        return explain_plan(self) if pattern is None else explain_parameters(self, pattern)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What another plan does differently: shape, stages, splits, memory and time by part."""
+        from autopar.plan.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def why_not(self, **constraints: object) -> NoReturn:
+        """Refused: a plan alone can't be solved again.
+
+        Raises:
+            ConfigError: Always; the text says whom to ask.
+        """
+        from autopar.plan.explain import NEEDS_MODEL
+
+        given = ", ".join(f"{name}={value!r}" for name, value in constraints.items())
+        raise ConfigError(
+            NEEDS_MODEL.format(
+                what=f"why not {given}", call=f"model.why_not({given})", command="why-not"
+            )
+        )
+
     def __str__(self) -> str:
         """A few lines; ``model.report()`` and ``autopar report`` say everything."""
-        idle = self.num_devices - self.mesh.num_ranks
+        idle = len(self.idle_ranks)
+        shape = f"{_counted(len(self.pipelines), 'pipeline')}" if self.pipelines else f"{self.mesh}"
         lines = [
-            f"plan for {_counted(self.num_devices, 'device')} of {self.cluster}: {self.mesh}"
+            f"plan for {_counted(self.num_devices, 'device')} of {self.cluster}: {shape}"
             + (f", {idle} idle" if idle else ""),
             f"{self.schedule.value}, {_counted(self.num_microbatches, 'micro-batch')}, "
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
@@ -362,6 +431,7 @@ class Plan:
             for s in self.stages
             if s.devices
         ]
+        lines += [str(pipeline) for pipeline in self.pipelines]
         return "\n".join(lines)
 
 

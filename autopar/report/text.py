@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from autopar.ir.graph import Graph
+from autopar.plan.explain import explain_plan
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
 from autopar.report.layout import Lines, bullets, indented, pairs, paragraph
+from autopar.report.pipelines import cost_words, pipeline_sections
 from autopar.report.precision import precision_lines
 from autopar.report.recompute import recompute_summary
 from autopar.report.schedule import SCHEDULE_WORDS, schedule_lines, schedule_title
@@ -50,7 +52,11 @@ def render_plan(plan: Plan, *, width: int | None = None, graph: Graph | None = N
     """
     columns = max(LEAST_WIDTH, terminal_width() if width is None else width)
     lines: Lines = []
-    for title, body in _sections(plan, facts_of(plan, graph), columns - INDENT):
+    if plan.pipelines:
+        sections = pipeline_sections(plan, columns - INDENT)
+    else:
+        sections = _sections(plan, facts_of(plan, graph), columns - INDENT)
+    for title, body in sections:
         lines += [*([""] if lines else []), title, *indented(body, INDENT)]
     return "\n".join(lines) + "\n"
 
@@ -65,12 +71,15 @@ def print_plan(
     """Write the report to a file, standard output if left out; titles are bold on a terminal."""
     target = sys.stdout if file is None else file
     text = render_plan(plan, width=width, graph=graph)
-    if target.isatty():
-        text = "".join(
-            f"\033[1m{line}\033[0m\n" if line and not line.startswith(" ") else f"{line}\n"
-            for line in text.splitlines()
-        )
-    target.write(text)
+    target.write(bold_titles(text) if target.isatty() else text)
+
+
+def bold_titles(text: str) -> str:
+    """The text with its titles, the lines that are not indented, in bold."""
+    return "".join(
+        f"\033[1m{line}\033[0m\n" if line and not line.startswith(" ") else f"{line}\n"
+        for line in text.splitlines()
+    )
 
 
 def terminal_width() -> int:
@@ -102,8 +111,14 @@ def gap_fraction(plan: Plan) -> float | None:
     return max(0.0, (plan.time_s - plan.bound_s) / plan.time_s)
 
 
+def binding_lines(plan: Plan, width: int) -> Lines:
+    """What the plan is near the limit of: memory, time, links."""
+    return bullets((item.text for item in explain_plan(plan).binding), width)
+
+
 def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines]]:
     yield "Plan", _header(plan, width)
+    yield "What binds", binding_lines(plan, width)
     yield "Stages", stages_table(plan, width)
     yield "Memory of a device, by stage", _memory(plan, width)
     yield "Time by stage: one micro-batch, and once per step", _time(plan, width)
@@ -151,11 +166,12 @@ def _header(plan: Plan, width: int) -> Lines:
     else:
         least = format_time(plan.bound_s)
         text = f"no searched plan takes less than {least}: gap {100 * gap:.1f} %"
-        if plan.objective_s > 0:
-            model_gap = max(0.0, 1 - plan.bound_s / plan.objective_s)
-            text += f" ({100 * model_gap:.1f} % of the solver's estimate "
-            text += f"{format_time(plan.objective_s)})"
+        if plan.model_gap > 0:
+            text += f" ({100 * plan.model_gap:.1f} % among the solver's own estimates)"
         rows.append(("bound", text))
+    cost = cost_words(plan)
+    if cost:
+        rows.append(("cost", cost))
     peak = f"{format_bytes(plan.peak_bytes)} at the peak of the worst device"
     if plan.memory_limit_bytes:
         share = 100 * plan.peak_bytes / plan.memory_limit_bytes

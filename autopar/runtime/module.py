@@ -10,15 +10,17 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
 from autopar.capture.calls import ModelCall, bind_call
+from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError
+from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
 from autopar.plan.types import Plan
 from autopar.runtime.checkpoint_api import CheckpointApi
 from autopar.runtime.gathering import IncompatibleKeys, full_state, load_state
@@ -29,6 +31,9 @@ from autopar.runtime.pretrained import save as save_directory
 from autopar.runtime.session import Session
 from autopar.torch_compat import FIRST_ATTRIBUTE_OF_DDP, take_call_hooks
 from autopar.units import parse_bytes
+
+if TYPE_CHECKING:
+    from autopar.solver.replan import Replan
 
 _STATE = "_autopar_state"
 _BATCH = "batch"
@@ -41,6 +46,29 @@ _NO_COPY = (
 
 Launch = Callable[[torch.nn.Module, ModelCall], Session]
 """Capture and plan a first call, and make it ready to run; raises where it can't run."""
+
+
+class Questions(Protocol):
+    """Who answers what is asked about a plan and takes the model."""
+
+    def explain(self, pattern: str | None) -> PlanExplanation | ParamExplanation:
+        """What binds and who lost, or how parameters are split."""
+        ...
+
+    def why_not(self, constraints: Mapping[str, object]) -> WhyNot:
+        """What constraints would do."""
+        ...
+
+    def replan(
+        self,
+        cluster: Cluster | None,
+        lost: tuple[int, ...],
+        slower: Mapping[int, float],
+        *,
+        thorough: bool,
+    ) -> Replan:
+        """The plan for a changed cluster, and what going there takes."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +87,7 @@ class CompiledState:
             captured. Hooks that come later run around the compiled call.
         report: Text of the plan's report.
         planning_s: Seconds that planning took in this process, by phase.
+        ask: Gives who answers questions about the plan; None while there is no plan.
     """
 
     launch: Launch
@@ -71,6 +100,7 @@ class CompiledState:
     own_forward: Callable[..., object] | None = field(default=None)
     hooks: dict[str, object] = field(default_factory=dict)
     planning_s: dict[str, float] = field(default_factory=dict)
+    ask: Callable[[], Questions] | None = field(default=None)
 
 
 def state_of(model: torch.nn.Module) -> CompiledState:
@@ -109,12 +139,58 @@ class CompiledModule(torch.nn.Module):
     def report(self) -> str:
         """The plan in words: who does what, how long, how many bytes, and why."""
         state = state_of(self)
-        if state.plan is None:
-            raise ConfigError(
-                "there is no plan yet: the model was compiled without inputs; call it once, or "
-                "pass inputs= to autopar.compile()"
-            )
-        return state.report(state.plan)
+        return state.report(_planned(state))
+
+    def explain(self, pattern: str | None = None) -> PlanExplanation | ParamExplanation:
+        """What binds, what more would be worth, who lost and why; ``print()`` it.
+
+        The plan is solved again with more memory and simulated with faster links: every number was
+        tried, which takes about as long as planning did.
+
+        Args:
+            pattern: Of parameter names, such as ``"model.layers.*.mlp.down_proj.weight"``: then
+                how these are split, what that causes, and what other splits would cost.
+        """
+        return _questions(self).explain(pattern)
+
+    def why_not(self, **constraints: object) -> WhyNot:
+        """What a decision would do, such as ``why_not(tp=8)``: solved again under it.
+
+        Args:
+            constraints: As in :func:`autopar.compile`; one that the plan was made under is set
+                aside if it is given another value.
+        """
+        return _questions(self).why_not(constraints)
+
+    def replan(
+        self,
+        devices: str | os.PathLike[str] | Cluster | None = None,
+        *,
+        lost: Sequence[int] = (),
+        slower: Mapping[int, float] | None = None,
+        thorough: bool = False,
+    ) -> Replan:
+        """The plan for a changed cluster, what differs, what must travel, and whether that pays.
+
+        The model keeps running under its own plan; ``save_plan(answer.plan, ...)`` keeps the new
+        one. Bytes are exact; seconds are those of the cluster's links.
+
+        Args:
+            devices: The new cluster, as in :func:`autopar.compile`.
+            lost: Instead: machines of the present cluster that are gone, by index.
+            slower: Instead: machine -> factor of its speed, such as ``{3: 0.5}``.
+            thorough: Search all shapes, not only those of the present ``tp``.
+
+        Raises:
+            ConfigError: Nothing changed, or a machine is not there.
+            InfeasibleError: Nothing fits what is left.
+        """
+        cluster = None
+        if devices is not None:
+            text = devices if isinstance(devices, str | Cluster) else Path(devices)
+            cluster = parse_devices(text)
+        gone = tuple(lost)
+        return _questions(self).replan(cluster, gone, slower or {}, thorough=thorough)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -310,6 +386,24 @@ def _call(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str,
 def running_session(model: torch.nn.Module) -> Session | None:
     """The session of a compiled model that runs here; None for any other module."""
     return state_of(model).session if is_compiled(model) else None
+
+
+def _planned(state: CompiledState) -> Plan:
+    """The plan in force."""
+    if state.plan is None:
+        raise ConfigError(
+            "there is no plan yet: the model was compiled without inputs; call it once, or "
+            "pass inputs= to autopar.compile()"
+        )
+    return state.plan
+
+
+def _questions(model: torch.nn.Module) -> Questions:
+    """Who answers questions about the plan in force."""
+    state = state_of(model)
+    _planned(state)
+    assert state.ask is not None, "it is set with the plan"
+    return state.ask()
 
 
 def _session(model: torch.nn.Module) -> Session:

@@ -22,6 +22,7 @@ from autopar.ir.graph import (
     Ref,
     TensorMeta,
 )
+from autopar.sharding.buckets import in_buckets
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.emitter import Emitter
 from autopar.sharding.localize import Layouts
@@ -113,6 +114,28 @@ def param_spec(
     )
 
 
+def storage_of(
+    name: str, entries: Sequence[Input], zero_level: int, decisions: Decisions
+) -> tuple[TensorMeta, Layout]:
+    """True shape and dtype of a parameter at rest, and its layout there.
+
+    Args:
+        name: Its first name.
+        entries: Its graph inputs: one, or its parts in order.
+        zero_level: ZeRO level of its owner stage.
+        decisions: Axis sizes, and placements of the inputs.
+    """
+    meta, _ = _whole_meta(name, entries)
+    parts = tuple(
+        ParamPart(e.target, e.part, e.meta, decisions.input_layout(e.name))
+        for e in entries
+        if e.part is not None and e.meta is not None
+    )
+    own = decisions.input_layout(entries[0].name)
+    compute = _whole_compute(meta, parts, decisions) if parts else own
+    return meta, storage_layout(meta, compute, decisions.size("dp"), zero_level)
+
+
 def _whole_meta(name: str, entries: Sequence[Input]) -> tuple[TensorMeta, str]:
     """True shape and dtype at rest, and the dtype in which all its parts are read or cast from."""
     first = entries[0]
@@ -180,9 +203,11 @@ class Mover:
         self._outputs.append((target, ref))
 
     def program(self, kind: OutputKind) -> Graph:
-        """What has grown."""
+        """What has grown, small collectives together."""
         outputs = tuple(Output(kind, target, ref) for target, ref in self._outputs)
-        return assemble(tuple(self._emitter.nodes), outputs, self._describe)
+        whole = assemble(tuple(self._emitter.nodes), outputs, self._describe)
+        sizes = dict(zip(self._emitter.axes, self._emitter.sizes, strict=True))
+        return in_buckets(whole, sizes)
 
     def unshard(self, spec: ParamSpec) -> None:
         """From the layout and dtype at rest to what programs read: cast first, gathered then."""

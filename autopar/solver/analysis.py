@@ -6,6 +6,7 @@ problems are made on first use and reused by every candidate that asks again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,10 @@ from cost_models.base import CostModel, slowest_group
 from cost_models.memory import optimizer_state_bytes
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
+# Constraints that change blocks, data splits or split problems; all others only leave shapes out.
+_SHAPING = (
+    "placements", "boundaries", "sequence_parallel", "expert_capacity", "microbatch_statistics",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
+        shared: What searches have worked out and others may use, by name.
     """
 
     graph: Graph
@@ -67,6 +73,7 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
+    shared: dict[str, object] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
     _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
@@ -102,7 +109,39 @@ class Analysis:
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
-        self.optimizer_s_per_byte = _optimizer_s_per_byte(self.model, self.optimizer)
+        self.optimizer_s_per_byte = optimizer_s_per_byte(self.model, self.optimizer)
+
+    def under(self, constraints: Constraints) -> Analysis:
+        """The same model and cluster under other constraints.
+
+        All that does not depend on them is shared, so that asking again is cheap.
+
+        Raises:
+            ConstraintError: The constraints contradict the model.
+        """
+        own = self.constraints
+        if any(getattr(own, name) != getattr(constraints, name) for name in _SHAPING) or (
+            constraints.placements and own.tp != constraints.tp
+        ):
+            return Analysis(self.graph, self.cluster, self.model, constraints, self.optimizer)
+        other = copy.copy(self)
+        other.constraints = constraints
+        other._check_depth()
+        other._check_schedule()
+        return other
+
+    def on(self, cluster: Cluster, model: CostModel) -> Analysis:
+        """The same model on another cluster; what does not depend on it is shared.
+
+        Args:
+            cluster: The other cluster.
+            model: Its prices.
+        """
+        other = copy.copy(self)
+        other.cluster, other.model = cluster, model
+        other._prices, other._requests, other._problems = {}, {}, {}
+        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
+        return other
 
     def _check_depth(self) -> None:
         """Refuse more stages than the model can be cut into."""
@@ -168,7 +207,13 @@ class Analysis:
 
     def _check_schedule(self) -> None:
         """Refuse an order of forwards and backwards that the program can't have."""
-        wish = self.constraints.schedule
+        wish, warmup = self.constraints.schedule, self.constraints.warmup
+        if warmup is not None and not self.is_interleavable:
+            why = "the model gives no loss of its own" if self.trains else "inference has none"
+            raise ConstraintError(
+                f"constraint warmup={warmup}: it is for forwards and backwards in turn, and {why}; "
+                + ("pass loss=, or leave it out" if self.trains else "leave it out")
+            )
         if wish is None:
             return
         if self.trains and wish is ScheduleKind.FORWARD:
@@ -299,7 +344,7 @@ class Analysis:
         return build_splits(request, self.prices(sizes))
 
 
-def _optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
+def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
     """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""
     probe = TensorMeta((PROBE_ELEMENTS,), "float32")
     add_s = model.op_time_s("aten.add.Tensor", (Ref("0"), Ref("1")), [probe, probe], probe)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from autopar.plan.decisions import splits_text
-from autopar.plan.types import AppliedConstraint, Candidate, Plan, StagePlan
+from autopar.plan.types import AppliedConstraint, Candidate, Plan, StagePlan, TimeTerms
 from autopar.sharding.decisions import Decisions
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import applied_constraints
@@ -15,7 +15,9 @@ from autopar.solver.exact import ExactFigures
 from autopar.solver.ranking import Misfit, Ranked
 from autopar.solver.row_budgets import row_budgets
 from autopar.solver.stages_problem import bounds
+from autopar.solver.terms import estimated_terms, simulated_terms
 from autopar.units import format_bytes, format_time
+from cost_models.base import link_words
 
 MAX_RUNNERS_UP = 12
 MAX_SCOPES = 4
@@ -117,6 +119,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         unruled=_unruled(analysis),
         assumptions=tuple(assumptions),
         provenance={"prices": analysis.model.source, "splits": winner.ranked.splits.status},
+        links=link_words(analysis.cluster, shape.mesh),
     )
 
 
@@ -189,7 +192,9 @@ def _recompute_text(ranked: Ranked) -> str:
     return ", ".join(f"{kind} in {words.count(kind)} blocks" for kind in kinds)
 
 
-def _candidate(ranked: Ranked, time_s: float, peak_bytes: int, reason: str) -> Candidate:
+def _candidate(
+    ranked: Ranked, time_s: float, peak_bytes: int, reason: str, terms: TimeTerms
+) -> Candidate:
     shape = ranked.shape
     return Candidate(
         mesh=shape.mesh,
@@ -201,6 +206,7 @@ def _candidate(ranked: Ranked, time_s: float, peak_bytes: int, reason: str) -> C
         peak_bytes=peak_bytes,
         reason=reason,
         warmup=shape.warmup,
+        terms=terms,
     )
 
 
@@ -218,7 +224,9 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
             reason = "simulated: " + reason_text(outcome.figures.step_s, best_s)
         else:
             reason = f"needs {format_bytes(peak)}, the limit is {format_bytes(field.limit_bytes)}"
-        found.append(_candidate(outcome.ranked, outcome.figures.step_s, peak, reason))
+        shape = outcome.ranked.shape
+        terms = simulated_terms(outcome.figures, shape.mesh, shape.num_microbatches)
+        found.append(_candidate(outcome.ranked, outcome.figures.step_s, peak, reason, terms))
     meshes = {shape.mesh for shape in seen}
     for item in field.ranked:
         if item.shape in seen or item.shape.mesh in meshes:
@@ -226,7 +234,8 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
         meshes.add(item.shape.mesh)
         reason = "estimated: " + reason_text(item.estimate_s, best_s)
         peak = max(item.stages.memory_bytes)
-        found.append(_candidate(item, item.estimate_s, peak, reason))
+        terms = estimated_terms(item)
+        found.append(_candidate(item, item.estimate_s, peak, reason, terms))
     for misfit in field.misfits:
         if misfit.shape.mesh in meshes:
             continue

@@ -56,7 +56,7 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
             found += [Shape(mesh, count, kind, warmup) for kind in _schedules(analysis, mesh)]
     if not found:
         raise _nothing(analysis, batch)
-    if wish.pp is None and wish.boundaries:
+    if wish.boundaries:
         stages = len(wish.boundaries) + 1
         found = [s for s in found if s.mesh.num_stages == stages]
     return tuple(found)

@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, OutputKind
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import ActionLists, action_lists, in_flight
+from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.sharding.split_backward import split_backward
@@ -111,7 +111,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     mesh, count = setting.mesh, setting.num_microbatches
     order = order_of(setting.schedule, mesh, count, setting.warmup)
     groups = setting.groups()
-    flights = [in_flight(order, stage) for stage in range(mesh.num_stages)]
+    flights = all_in_flight(order)
     links = _message_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
@@ -233,11 +233,12 @@ def _message_seconds(programs: LocalPrograms, setting: Setting) -> dict[tuple[in
 
 
 def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
-    """Seconds until the outputs of a step are on all pipeline ranks."""
+    """Seconds until the losses and outputs of a step are on all pipeline ranks."""
     if setting.mesh.pp == 1:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
-    amounts = [r.spec.meta.bytes for r in programs.results if r.kind is OutputKind.OUTPUT]
+    shared = (OutputKind.LOSS, OutputKind.OUTPUT)
+    amounts = [r.spec.meta.bytes for r in programs.results if r.kind in shared]
     return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
 
 

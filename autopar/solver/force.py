@@ -97,10 +97,8 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         ConstraintError: The degrees do not fit the model or the batch.
         InfeasibleError: The cluster's memory is too small.
     """
-    if schedule is ScheduleKind.ZBV:
-        virtual = 2
-    elif schedule is None and _alternates(graph):
-        schedule = ScheduleKind.ONE_F_ONE_B if virtual == 1 else ScheduleKind.INTERLEAVED
+    schedule = _plain_schedule(graph, virtual) if schedule is None else schedule
+    virtual = 2 if schedule is ScheduleKind.ZBV else virtual
     if schedule is ScheduleKind.ONE_F_ONE_B and virtual == 1 and warmup is None:
         warmup = plain_warmup(pp)
     constraints = Constraints(
@@ -131,6 +129,8 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
     return plan
 
 
-def _alternates(graph: Graph) -> bool:
-    """Whether forwards and backwards may alternate: the program trains and has its loss."""
-    return all(any(graph.outputs_of(kind)) for kind in (OutputKind.GRAD, OutputKind.LOSS))
+def _plain_schedule(graph: Graph, virtual: int) -> ScheduleKind | None:
+    """1F1B, or interleaved, if forwards and backwards may alternate: it trains, with its loss."""
+    if not all(any(graph.outputs_of(kind)) for kind in (OutputKind.GRAD, OutputKind.LOSS)):
+        return None
+    return ScheduleKind.ONE_F_ONE_B if virtual == 1 else ScheduleKind.INTERLEAVED

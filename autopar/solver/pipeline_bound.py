@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from autopar.plan.types import ScheduleKind
+from autopar.plan.types import ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import exchange_steps
 from autopar.solver.stages_problem import StageProblem
 
@@ -92,6 +92,7 @@ class PipelineBound:
     _leanest: list[int] = field(init=False)
     _message_s: float = field(init=False)
     _ways: int = field(init=False)
+    _fill_ways: int = field(init=False)
 
     def __post_init__(self) -> None:
         blocks = self.problem.blocks
@@ -117,6 +118,7 @@ class PipelineBound:
         self._set_unit([least[k] for k in self._kind])
         is_one_way = self.splits_backward or self.problem.schedule is ScheduleKind.FORWARD
         self._ways = 1 if is_one_way else 2
+        self._fill_ways = 1 if self.splits_backward else self._ways
         self._message_s = min(self.problem.boundary_s, default=0.0)
 
     def _set_unit(self, least: Sequence[float]) -> None:
@@ -173,7 +175,10 @@ class PipelineBound:
         whole_s = self._whole_s() + extra_s
         update_s = self._update[n] / p
         path_s = self._forward[n] if self.splits_backward else whole_s
-        path_s += self._ways * self._message_s * (problem.num_stages - 1)
+        hops = problem.num_stages - 1
+        if problem.placement is StagePlacement.V:
+            hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
+        path_s += self._ways * self._message_s * hops
         if problem.virtual > 1:
             return max(self._in_turns_s(whole_s), path_s) + update_s
         if self.splits_backward:
@@ -195,7 +200,7 @@ class PipelineBound:
         for rank in range(1, p):
             first = max(rank, n - problem.most_blocks * (stages - rank))
             filled = self._forward if self.splits_backward else self._time
-            waits_s += filled[first] + self._ways * rank * self._message_s
+            waits_s += filled[first] + self._fill_ways * rank * self._message_s
         once_s = self._gather[n] + self._reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
@@ -254,6 +259,10 @@ class PipelineBound:
             for s in self.problem.stages_of(device)
         ]
 
+    def _flight(self, stage: int) -> int:
+        """Micro-batches before their backward in the only stage of a rank, at its worst moment."""
+        return max(moment[stage].before for moment in self.problem.moments(stage))
+
     def _has_room(self, flights: Sequence[Sequence[float]]) -> bool:
         """Whether the ranks can hold all blocks of repeated kinds at their leanest.
 
@@ -285,7 +294,7 @@ class PipelineBound:
         before_s = self._forward[low]
         after_s = 0.0 if self.splits_backward else self._time[low] - before_s
         around_s = max(
-            before_s + after_s + self._ways * stage * self._message_s,
+            before_s + after_s + self._fill_ways * stage * self._message_s,
             max(gather_s, before_s) + max(reduce_s, after_s),
         )
         update_s = max(self._update[high] - self._update[low], self._update[-1] / problem.pp)
@@ -293,7 +302,7 @@ class PipelineBound:
         if time_s > step_s:
             return False
         room = problem.limit_bytes - problem.base_bytes - (self._state[high] - self._state[low])
-        extra_s = self._extra_s(low, high, room, problem.in_flight[stage])
+        extra_s = self._extra_s(low, high, room, self._flight(stage))
         return time_s + count * extra_s <= step_s
 
     def _is_possible(self, step_s: float) -> bool:

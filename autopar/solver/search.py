@@ -77,6 +77,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
     cost_model: CostModel,
     progress: Progress | None = None,
     time_limit_s: float | None = None,
+    analysis: Analysis | None = None,
+    gives_remedy: bool = True,
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -90,6 +92,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
         cost_model: Prices.
         progress: Called with a line of text now and then.
         time_limit_s: Wall-clock guard; a search that it stops says so.
+        analysis: Of the same graph, cluster, prices, constraints and optimizer, made before.
+        gives_remedy: Whether a refusal looks for the memory that would be enough.
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
@@ -105,6 +109,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
         model=cost_model,
         progress=progress or _silent,
         time_limit_s=time_limit_s,
+        analysis=analysis,
+        gives_remedy=gives_remedy,
     ).run()
 
 
@@ -123,6 +129,7 @@ class _Search:
     model: CostModel
     progress: Progress
     time_limit_s: float | None
+    analysis: Analysis | None = None
     gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
     ranked: list[Ranked] = field(default_factory=list)
@@ -136,7 +143,9 @@ class _Search:
 
     def run(self) -> tuple[Plan, SearchStats]:
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
-        analysis = Analysis(self.graph, self.cluster, self.model, self.constraints, self.optimizer)
+        analysis = self.analysis or Analysis(
+            self.graph, self.cluster, self.model, self.constraints, self.optimizer
+        )
         self._analysis = analysis
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
@@ -160,8 +169,6 @@ class _Search:
         self.stats.num_stage_solves = ranker.num_stage_solves
         self.stats.num_columns = max(ranker.num_columns, ranker.bodies.num_columns)
         if winner is None:
-            if not self.gives_remedy:
-                raise InfeasibleError("no plan fits")
             raise self._infeasible(master.verdicts)
         self.ranked.sort(key=_preference)
         field_ = Field(
@@ -306,7 +313,7 @@ class _Search:
         text = f"no plan fits {self.cluster} with {limit} per device"
         if not rows and self.errors:
             text = f"no plan is possible: {self.errors[0]}"
-        remedy = self._remedy(*rows[0]) if rows else ""
+        remedy = self._remedy(*rows[0]) if rows and self.gives_remedy else ""
         shortfalls = [
             Shortfall(
                 what=f"memory of a device with {shape}",
@@ -360,7 +367,7 @@ class _Search:
         for percent in ROOM_PERCENT:
             limit_bytes = round_up_bytes(needed * percent // 100)
             trial = replace(
-                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False,
+                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False, analysis=None,
                 progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[],
                 _begin_s=monotonic(), _mark_s=monotonic(),
             )  # fmt: skip

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture.reference import whole_parameters
 from autopar.errors import DeadlockError, EquivalenceError
-from autopar.ir.graph import OutputKind
+from autopar.ir.graph import InputKind, OutputKind
 from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of, receives_ahead
+from autopar.plan.orders import forwards_of, order_of, receives_ahead
 from autopar.plan.schedule import action_lists
 from autopar.plan.schedule_check import check_actions
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.runtime.equivalence import verify_programs
+from autopar.runtime.simulate import simulate_step
 from autopar.sharding.build import localize
 from autopar.sharding.split_backward import split_backward
 from autopar.sharding.stages import VIEW_OPS
@@ -53,6 +55,10 @@ def mesh_of(kind, pp, **others):
     return MeshShape(pp=pp, virtual=virtual, placement=placement, **others)
 
 
+def ties_of(programs):
+    return [(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner]
+
+
 def check(problem, kind, mesh, count, *, warmup=None, **options):
     decisions = fuzz_decisions(
         problem, microbatches=count, dp=mesh.dp, tp=mesh.tp, stages=mesh.num_stages, **options
@@ -64,7 +70,7 @@ def check(problem, kind, mesh, count, *, warmup=None, **options):
         mesh,
         forward_edges=programs.forward_edges,
         backward_edges=programs.backward_edges,
-        tied=[(p.owner, s) for p in programs.params.values() for s in p.stages if s != p.owner],
+        tied=ties_of(programs),
     )
     return verify_programs(problem.graph, programs, mesh, actions, problem.values)
 
@@ -211,3 +217,28 @@ def _lists(kind, mesh, count, warmup, ahead, back, ties, level):
         zero_levels=[level] * mesh.num_stages,
         prefetch=receives_ahead(warmup),
     )
+
+
+def test_evaluation_under_a_plan_in_a_v(gpt2):
+    mesh, count = mesh_of(ZBV, 2), 2
+    decisions = fuzz_decisions(gpt2, microbatches=count, dp=1, tp=1, stages=4, seed=1)
+    programs = localize(gpt2.graph, decisions, gpt2.signatures)
+    lists = action_lists(
+        forwards_of(mesh, count),
+        mesh,
+        forward_edges=programs.forward_edges,
+        tied=ties_of(programs),
+    )
+    step = simulate_step(
+        programs,
+        mesh,
+        lists,
+        params=whole_parameters(gpt2.graph, gpt2.values),
+        inputs=gpt2.of_kind(InputKind.USER),
+        buffers=gpt2.of_kind(InputKind.BUFFER),
+        constants=gpt2.of_kind(InputKind.CONSTANT),
+        rng_key=torch.tensor(gpt2.rng_key),
+        forward_only=True,
+    )
+    wanted = next(v for k, v in gpt2.reference().items() if k.startswith("loss:"))
+    torch.testing.assert_close(step.loss, wanted, rtol=1e-10, atol=0.0)

@@ -73,7 +73,10 @@ def test_dumping_and_loading_is_the_identity(tmp_path, spec):
     [
         ({"version": 2}, r"has format 'autopar-cluster' version 2, expected 'autopar-cluster'"),
         ({"format": "x"}, r"has format 'x' version 1"),
-        ({"colour": "red"}, r"has unknown entry 'colour'; allowed are assumptions, devices"),
+        (
+            {"colour": "red"},
+            r"has unknown entry 'colour'; allowed are assumptions, between_sites, devices",
+        ),
         ({"machines": []}, r"machines must be a list with at least 1 entry"),
         ({"machines": [3]}, r"machines\[0\]: is a int, must be an object"),
         ({"machines": [{"device": "lab"}]}, r"machines\[0\]: devices is missing"),

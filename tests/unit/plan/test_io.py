@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.plan.io import load_plan, plan_from_json, plan_hash, plan_to_json, save_plan
+from autopar.plan.types import StagePlacement
 
 
 def edited(plan, change):
@@ -134,10 +135,23 @@ def test_a_damaged_field_is_named_with_the_remedy(example_plan, change, message)
 def test_fields_that_an_older_version_has_not_yet_get_their_defaults(example_plan):
     def as_version_3(data):
         data["version"] = 3
-        for candidate in data["plan"]["runners_up"]:
-            del candidate["terms"]
+        plan = data["plan"]
+        for name in ("warmup", "rank_bytes"):
+            del plan[name]
+        del plan["mesh"]["placement"]
+        for stage in plan["stages"]:
+            del stage["time"]["weight_s"]
+        for candidate in plan["runners_up"]:
+            del candidate["terms"], candidate["warmup"], candidate["mesh"]["placement"]
 
     text = edited(example_plan, as_version_3)
     assert plan_from_json(text, accept_edits=True) == example_plan
-    with pytest.raises(PlanError, match=r"lacks the field plan\.runners_up\[0\]\.terms"):
+    with pytest.raises(PlanError, match=r"lacks the field plan\.warmup"):
         plan_from_json(text.replace('"version": 3', '"version": 4'), accept_edits=True)
+
+
+def test_a_warm_up_and_a_placement_in_a_v_are_kept(example_plan):
+    mesh = replace(example_plan.mesh, virtual=2, placement=StagePlacement.V)
+    plan = replace(example_plan, mesh=mesh, warmup=(3, 1), rank_bytes=(5, 6))
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert plan_hash(plan) != plan_hash(replace(plan, warmup=None))

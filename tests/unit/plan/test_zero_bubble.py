@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from autopar.errors import ConfigError
 from autopar.plan.actions import ActionKind
-from autopar.plan.schedule import action_lists, compute_order, in_flight
-from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.plan.orders import order_of
+from autopar.plan.schedule import (
+    action_lists,
+    alive_together,
+    all_in_flight,
+    compute_order,
+    in_flight,
+)
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.plan.zero_bubble import eager_1f1b_order, zero_bubble_h1_order, zero_bubble_v_order
 from cost_models.pipeline import (
     one_f_one_b_warmup,
@@ -145,3 +153,27 @@ def test_gradients_are_reduced_after_the_last_weights():
 def test_what_has_no_order_or_form_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [k for k in ScheduleKind if k is not ScheduleKind.FORWARD])
+@pytest.mark.parametrize("count", [1, 2, 7, 9])
+def test_what_is_alive_at_once_is_what_a_walk_through_the_order_finds(kind, count):
+    virtual = 2 if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV) else 1
+    placement = StagePlacement.V if kind is ScheduleKind.ZBV else StagePlacement.LOOP
+    order = order_of(kind, MeshShape(pp=3, virtual=virtual, placement=placement), count)
+    stages = 3 * virtual
+    assert all_in_flight(order) == tuple(in_flight(order, s) for s in range(stages))
+    for row, moments in zip(order, alive_together(order), strict=True):
+        tables = [tuple(n for s in m for n in m[s]) for m in moments]
+        before, between = Counter(), Counter()
+        reached = set()
+        for stage, action, _ in row:
+            if action is W:
+                between[stage] -= 1
+            else:
+                before[stage] += 1 if action is ActionKind.FORWARD else -1
+                between[stage] += action is ActionKind.BACKWARD_INPUT
+            now = tuple(n for s in moments[0] for n in (before[s], between[s]))
+            reached.add(now)
+            assert any(all(a >= b for a, b in zip(t, now, strict=True)) for t in tables)
+        assert set(tables) <= reached

@@ -19,10 +19,18 @@ Plan
   devices    8 of 9 (1x9:h100-sxm)
   idle       rank 8
   time       20 ms per step, predicted
-  bound      no searched plan takes less than 18.5 ms: gap 7.5 % (2.6 % of the solver's estimate
-             19 ms)
+  bound      no searched plan takes less than 18.5 ms: gap 7.5 %
   memory     3.00 GiB at the peak of the worst device, 3.8 % of the limit of 80.00 GiB, predicted
   optimizer  adamw, assumed
+
+What binds
+  - memory of stage 0 (ranks 0-3): 3.00 GiB of 80.00 GiB (3.8 %) at the peak; most of it activations
+    2.00 GiB, optimizer state 512.00 MiB, parameters 256.00 MiB; operators are recomputed in 1 of 2
+    stages
+  - time of stage 0 (ranks 0-3): busy for 70.0 % of the step, computing for 42.0 %; all other
+    pipeline ranks wait for it (30.0 % bubbles)
+  - collectives over tp: 333 us of a step (1.7 %)
+  - messages between stages: 80 us of a step (0.4 %)
 
 Stages
   stage  ranks  layers                                 parameters  ZeRO  in flight
@@ -67,6 +75,8 @@ Splits
   Parameters that are not listed are replicated over tp.
 
 Schedule (a backward drawn twice as long as a forward)
+  1F1B: one forward and one backward in turn
+  idle: 20.2 % of the ranks' time, waiting for other stages and messages
   rank 0  F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
   rank 1  .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..
 
@@ -103,6 +113,11 @@ def test_the_moment_of_the_peak_is_told_if_the_plan_has_it(example_plan):
     where = "stage 0, backward of micro-batch 3, at aten.mm of layers.5"
     assert f"peak       {where}\n" in render_plan(replace(example_plan, peak_at=where))
     assert "peak       " not in render_plan(example_plan)
+
+
+def test_what_the_bound_leaves_open_among_the_estimates_is_told(example_plan):
+    text = " ".join(render_plan(replace(example_plan, model_gap=0.004), width=100).split())
+    assert "gap 7.5 % (0.4 % among the solver's own estimates)" in text
 
 
 def test_report_golden(example_plan):

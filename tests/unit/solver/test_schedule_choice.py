@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 
 from autopar.errors import ConfigError, ConstraintError
+from autopar.plan.check import check_plan
 from autopar.plan.orders import order_of, plain_warmup
 from autopar.plan.schedule import in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
@@ -229,3 +230,31 @@ def test_contradictions_are_refused_with_a_remedy(given, message):
 def test_an_order_that_a_mesh_cannot_have_is_refused():
     with pytest.raises(ConfigError, match="in a V, the mesh has 1 placed as 'loop'"):
         order_of(ZBV, MESH, 2)
+
+
+class SlowMessages(ProportionalCostModel):
+    """Messages between stages that take about half a forward."""
+
+    def collective_time_s(self, kind, payload_bytes, ranks):
+        time_s = super().collective_time_s(kind, payload_bytes, ranks)
+        return 400 * time_s if kind == "p2p" else time_s
+
+
+def test_the_search_warms_up_deeper_where_messages_are_slow(open_plan):
+    _, degrees = open_plan
+    given = {**degrees, "virtual": 1, "schedule": PLAIN}
+    plan, _ = plan_for(WIDE, "4:cpu", model=SlowMessages(), **given)
+    plain, _ = plan_for(WIDE, "4:cpu", model=SlowMessages(), **given, warmup=plain_warmup(4))
+    assert plain.warmup is None
+    assert plan.warmup == (7, 5, 3, 1)
+    assert plan.time_s < 0.95 * plain.time_s
+    assert plan.peak_bytes > plain.peak_bytes
+    assert plan.bound_s <= plan.time_s
+    assert plain.bound_s <= plain.time_s
+    check_plan(plan)
+    assert [s.num_in_flight for s in plan.stages] == [7, 5, 3, 1]
+    tight, _ = plan_for(
+        WIDE, "4:cpu", model=SlowMessages(), limit=plain.peak_bytes + 100_000, **given
+    )
+    assert tight.peak_bytes <= plain.peak_bytes + 100_000
+    assert tight.warmup is None or tight.warmup < plan.warmup

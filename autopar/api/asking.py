@@ -1,0 +1,51 @@
+"""Questions about a saved plan, with the model that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.api.compiling import Devices, LossFunction, capture_call, cluster_for
+from autopar.api.questions import Questions
+from autopar.errors import ConfigError
+from autopar.plan.types import Plan
+from autopar.runtime.start import check_model
+
+_FROM_FILE = "figures from cluster file"
+
+
+def questions_of(
+    model: torch.nn.Module,
+    inputs: object,
+    plan: Plan,
+    *,
+    devices: Devices | None = None,
+    args: Sequence[object] | None = None,
+    loss: LossFunction | None = None,
+    time_limit_s: float | None = None,
+) -> Questions:
+    """Who answers what is asked about a plan.
+
+    Args:
+        model: That the plan was made for; it is left as it is.
+        inputs: The global batch that it was made for.
+        plan: The plan.
+        devices: That it was made for; those that its text names if left out.
+        args: Positional arguments beside a dict in ``inputs``.
+        loss: As in :func:`autopar.compile`.
+        time_limit_s: Wall-clock guard of each search.
+
+    Raises:
+        PlanError: The plan is of another model, or of another number of devices.
+        ConfigError: The plan's cluster came from a file, which must be named.
+    """
+    if devices is None and any(text.startswith(_FROM_FILE) for text in plan.assumptions):
+        raise ConfigError(
+            f"the plan is for a cluster that came from a file ({plan.cluster}); name the file: "
+            "--devices FILE, or devices="
+        )
+    cluster = cluster_for(devices or plan.cluster, plan, None)
+    _, captured = capture_call(model, inputs, args, loss, mode=plan.mode, precision=plan.precision)
+    check_model(plan, captured)
+    return Questions(captured, cluster, plan, time_limit_s)

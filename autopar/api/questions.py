@@ -1,0 +1,296 @@
+"""Questions about a plan that take the model: asked of a compiled module, and by the shell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
+
+from autopar.api.environment import local_machine
+from autopar.api.options import ConstraintOptions, user_constraints
+from autopar.api.profiling import prices_for
+from autopar.capture.normalise import with_stable_names, without_dead
+from autopar.capture.tracing import Captured
+from autopar.cluster import Cluster, DeviceKind, parse_devices
+from autopar.ir.graph import Graph, InputKind
+from autopar.ir.precision import lower_precision, widen_gradients
+from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
+from autopar.plan.types import Plan
+from autopar.report.facts import with_words
+from autopar.solver.constraints import Constraints
+from autopar.solver.explain import explain_with_model
+from autopar.solver.explain_parameters import explain_parameters_with_model
+from autopar.solver.given import constraints_of
+from autopar.solver.objective import Goal, goal
+from autopar.solver.planning import Planner
+from autopar.solver.question import Asker, Progress, Question, constraints_key, grown
+from autopar.solver.relax import solve_or_explain
+from autopar.solver.replan import Replan, change_of, replan
+from autopar.solver.why_not import why_not
+
+if TYPE_CHECKING:
+    from autopar.solver.search import SearchStats
+
+logger = logging.getLogger("autopar.progress")
+
+
+def progress(line: str) -> None:
+    """A line of the search, for who listens to the logger ``autopar.progress``."""
+    logger.info("%s", line)
+
+
+def question_for(
+    captured: Captured,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    optimizer: str,
+    limit_bytes: int | None = None,
+    time_limit_s: float | None = None,
+    towards: Goal | None = None,
+) -> Question:
+    """The planning question of a captured program.
+
+    Args:
+        captured: The program.
+        cluster: Where it runs.
+        constraints: What the user has fixed.
+        optimizer: Kind whose state is priced; inference has none.
+        limit_bytes: Bytes that a device may use; what the cluster has if left out.
+        time_limit_s: Wall-clock guard of each search.
+        towards: What is minimised on devices of several kinds; the time of a step if left out.
+    """
+    return Question(
+        graph=captured.graph,
+        model_hash=captured.hash,
+        cluster=cluster,
+        constraints=constraints,
+        optimizer=optimizer if captured.training else "none",
+        limit_bytes=limit_bytes or cluster.memory_bytes,
+        prices=lambda other: prices_for(other, graph=captured.graph),
+        dress=lambda plan: dressed(plan, captured),
+        grow=_grown,
+        programs=_programs(captured),
+        pipelines=_pipelines(captured, optimizer, time_limit_s, towards),
+        time_limit_s=time_limit_s,
+    )
+
+
+def _pipelines(
+    captured: Captured, optimizer: str, time_limit_s: float | None, towards: Goal | None
+) -> Callable[[Question, Progress], tuple[Plan, SearchStats] | None]:
+    """Who answers questions whose plans may have unequal pipelines."""
+    planners: dict[object, Planner] = {}
+
+    def answer(question: Question, progress: Progress) -> tuple[Plan, SearchStats] | None:
+        key = (constraints_key(question.constraints), question.optimizer)
+        if key not in planners:
+            planners[key] = planner_for(
+                captured,
+                question.constraints,
+                optimizer=question.optimizer,
+                goal=towards or Goal(),
+                time_limit_s=time_limit_s,
+            )
+        planner = planners[key]
+        if not planner.takes_pipelines(question.cluster):
+            return None
+        planner.progress = progress
+        own_limit = question.limit_bytes == question.cluster.memory_bytes
+        limit_bytes = None if own_limit else question.limit_bytes
+        return planner.plan(question.cluster, limit_bytes=limit_bytes)
+
+    return answer
+
+
+def _grown(cluster: Cluster, factor: int) -> Cluster:
+    """More devices; more processes of this machine share its cores and its memory."""
+    first = cluster.machines[0]
+    if len(cluster.machines) > 1 or first.device.kind is not DeviceKind.CPU:
+        return grown(cluster, factor)
+    local = local_machine()
+    here = parse_devices(f"{first.num_devices}:{first.device.name}", local=local)
+    more = parse_devices(f"{factor * first.num_devices}:{first.device.name}", local=local)
+    if cluster.memory_bytes != here.memory_bytes:  # the user's limit, not a share of the memory
+        more = more.with_memory_limit(cluster.memory_bytes)
+    return more
+
+
+def _programs(captured: Captured) -> dict[str, Callable[[], Graph]]:
+    """The program in a lower precision, if it computes in float32 throughout."""
+    params = list(captured.graph.of_kind(InputKind.PARAM))
+    is_whole = all(p.meta is None or p.meta.dtype == "float32" for p in params)
+    if captured.precision is not None or not params or not is_whole:
+        return {}
+    low = "bf16"
+
+    def lowered() -> Graph:
+        graph = without_dead(lower_precision(captured.graph, low))
+        return with_stable_names(without_dead(widen_gradients(graph)))
+
+    return {f"compute in precision={low!r} (float32 masters stay)": lowered}
+
+
+def planner_for(
+    captured: Captured,
+    constraints: Constraints,
+    *,
+    optimizer: str,
+    goal: Goal,
+    time_limit_s: float | None = None,
+) -> Planner:
+    """Who plans a captured program on any cluster, towards any goal.
+
+    Args:
+        captured: The program.
+        constraints: What the user has fixed.
+        optimizer: Kind whose state is priced; inference has none.
+        goal: What is minimised.
+        time_limit_s: Wall-clock guard of each search.
+    """
+
+    def question(cluster: Cluster, wish: Constraints, limit_bytes: int | None) -> Question:
+        return question_for(
+            captured,
+            cluster,
+            wish,
+            optimizer=optimizer,
+            limit_bytes=limit_bytes,
+            time_limit_s=time_limit_s,
+        )
+
+    return Planner(
+        graph=captured.graph,
+        model_hash=captured.hash,
+        constraints=constraints,
+        optimizer=optimizer if captured.training else "none",
+        prices=lambda cluster: prices_for(cluster, graph=captured.graph),
+        search=lambda *asked: solve_question(question(*asked)),
+        dress=lambda plan: dressed(plan, captured),
+        goal=goal,
+        progress=progress,
+    )
+
+
+def dressed(plan: Plan, captured: Captured) -> Plan:
+    """A plan with the user's names and words, and what capturing took for granted."""
+    noted = replace(
+        plan,
+        assumptions=(*plan.assumptions, *captured.assumptions),
+        precision=captured.precision,
+    )
+    return with_words(noted, captured.graph)
+
+
+def solve(
+    captured: Captured,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    optimizer: str,
+    goal: Goal,
+    time_limit_s: float | None = None,
+) -> tuple[Plan, SearchStats]:
+    """The best plan of a captured program; arguments as in :func:`planner_for`.
+
+    Raises:
+        ConstraintError: The constraints contradict something; the smallest set is named.
+        InfeasibleError: Nothing fits; the ways out are told, each tried.
+    """
+    planner = planner_for(
+        captured, constraints, optimizer=optimizer, goal=goal, time_limit_s=time_limit_s
+    )
+    if not planner.takes_pipelines(cluster):
+        return planner.plan(cluster)
+    question = question_for(
+        captured,
+        cluster,
+        constraints,
+        optimizer=optimizer,
+        time_limit_s=time_limit_s,
+        towards=goal,
+    )
+    return solve_question(question)
+
+
+def solve_question(question: Question) -> tuple[Plan, SearchStats]:
+    """The plan; where there is none, an error with the ways out.
+
+    Raises:
+        ConstraintError: The constraints contradict something; the smallest set is named.
+        InfeasibleError: Nothing fits.
+    """
+    return solve_or_explain(Asker(question, progress=progress), progress=progress)
+
+
+@dataclass(slots=True)
+class Questions:
+    """Answers about one plan of a captured model (what a compiled module asks).
+
+    Attributes:
+        captured: The program.
+        cluster: Where the plan runs.
+        plan: The plan.
+        time_limit_s: Wall-clock guard of each search.
+    """
+
+    captured: Captured
+    cluster: Cluster
+    plan: Plan
+    time_limit_s: float | None = None
+    _planner: Planner | None = field(default=None)
+    _asker: Asker | None = field(default=None)
+
+    @property
+    def asker(self) -> Asker:
+        """Who solves the plan's question again; what is asked twice is solved once."""
+        if self._asker is None:
+            question = question_for(
+                self.captured,
+                self.cluster,
+                constraints_of(self.plan.constraints),
+                optimizer=self.plan.optimizer,
+                limit_bytes=None if self.plan.pipelines else self.plan.memory_limit_bytes or None,
+                time_limit_s=self.time_limit_s,
+                towards=goal(self.plan.objective, self.plan.cost_limit),
+            )
+            self._asker = Asker(question, progress=progress)
+        self._asker.refresh()
+        return self._asker
+
+    @property
+    def planner(self) -> Planner:
+        """Who plans the same program on other clusters; what it finds out is kept."""
+        if self._planner is None:
+            self._planner = planner_for(
+                self.captured,
+                constraints_of(self.plan.constraints),
+                optimizer=self.plan.optimizer,
+                goal=goal(self.plan.objective, self.plan.cost_limit),
+                time_limit_s=self.time_limit_s,
+            )
+        return self._planner
+
+    def replan(
+        self,
+        cluster: Cluster | None,
+        lost: tuple[int, ...],
+        slower: Mapping[int, float],
+        *,
+        thorough: bool,
+    ) -> Replan:
+        """The plan for a changed cluster, and what going there takes."""
+        change = change_of(self.cluster, cluster, lost=lost, slower=slower)
+        return replan(self.planner, self.plan, change, thorough=thorough)
+
+    def explain(self, pattern: str | None) -> PlanExplanation | ParamExplanation:
+        """What binds and who lost, or how the parameters that match a pattern are split."""
+        if pattern is None:
+            return explain_with_model(self.asker, self.plan)
+        return explain_parameters_with_model(self.asker, self.plan, pattern)
+
+    def why_not(self, constraints: Mapping[str, object]) -> WhyNot:
+        """What a constraint would do to the plan."""
+        wished = user_constraints(cast("ConstraintOptions", dict(constraints)))
+        return why_not(self.asker, self.plan, wished.for_solver())

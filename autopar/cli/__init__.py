@@ -1,0 +1,53 @@
+"""The command line: parse, call the API, print. ``python -m autopar --help`` lists the commands.
+
+A model is named as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``. The function returns the model and
+one global batch, ``(model, inputs)``; if it has a parameter ``batch``, ``--batch`` is handed to it.
+
+Exit codes: 0 done; 1 refused: no plan fits, constraints contradict, a model can't be captured, a
+plan's numbers are wrong (the message says what would help); 2 usage: an argument, a file or an
+option is wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from autopar.cli.models import load_model
+from autopar.cli.output import error_record, exit_code, plan_summary, progress_shown
+from autopar.cli.parser import build_parser
+from autopar.errors import AutoparError
+
+__all__ = ["load_model", "main", "plan_summary"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        with progress_shown():
+            return cast("Callable[[argparse.Namespace], int]", args.run)(args)
+    except AutoparError as error:
+        if args.debug:
+            raise
+        if args.json:
+            print(json.dumps(error_record(error), indent=1))
+        print(f"autopar: {error}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        rest = "; --resume goes on with what was measured" if args.command == "profile" else ""
+        print(f"autopar: interrupted{rest}", file=sys.stderr)
+        return 130  # as shells do
+    except BrokenPipeError:  # the reader of our output, such as "head", has gone
+        sys.stderr.close()
+        return 1

@@ -1,0 +1,325 @@
+"""From a model and a cluster of several kinds of devices to a :class:`MixedProblem`.
+
+Every class is analysed as a cluster of its own: splits of operators are chosen and blocks priced
+for each ``tp`` and each number of samples on a rank, with the class's own devices. Data ranks
+inside a stage multiply that without another solution: they spread optimizer state and stored
+parameters (ZeRO 1) in proportion to what :mod:`cost_models.memory` says of the block's parameters,
+and add a reduce-scatter of gradients and an all-gather of parameters per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cluster import Cluster, Machine
+from autopar.errors import ConstraintError, InfeasibleError, ShardingError
+from autopar.ir.graph import Graph, InputKind, TensorMeta
+from autopar.ir.precision_rules import sum_dtype
+from autopar.plan.types import MeshShape
+from autopar.solver.analysis import Analysis
+from autopar.solver.block_costs import BlockTable, BlockTables
+from autopar.solver.constraints import Constraints
+from autopar.solver.mixed_pipelines import unit_of
+from autopar.solver.mixed_problem import DeviceClass, MixedProblem, StageKind
+from autopar.solver.splits import solve_splits
+from autopar.solver.splits_problem import SplitsProblem
+from autopar.solver.stages_problem import BlockMenu
+from cost_models.base import CostModel, slowest_group
+from cost_models.memory import parameter_state_bytes
+
+Prices = Callable[[Cluster], CostModel]
+
+LEAST_GAIN = 0.02  # more samples on a rank are tried while a sample gets faster by this share
+MAX_SAMPLES = 8  # on a rank
+MAX_SIZES = 8  # sizes of a pipeline's micro-batches
+MAX_PIPELINES = 6
+MAX_STAGES = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """Splits and menus of one class, ``tp`` and number of samples on a rank.
+
+    Attributes:
+        problem: The splits problem.
+        options: Its solution.
+        table: Menus of all blocks.
+    """
+
+    problem: SplitsProblem
+    options: tuple[int, ...]
+    table: BlockTable
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds of the whole chain at its fastest, per micro-batch."""
+        return sum(min(o.total_s for o in menu.options) for menu in self.table.menus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A problem with what a plan needs beside it.
+
+    Attributes:
+        problem: The problem.
+        analyses: By class.
+        priced: (class, tp, samples on a rank) -> splits and menus.
+        homes: Parameter input -> its block.
+    """
+
+    problem: MixedProblem
+    analyses: tuple[Analysis, ...]
+    priced: dict[tuple[int, int, int], Priced]
+    homes: dict[str, int]
+
+    def of_kind(self, kind: StageKind) -> Priced:
+        """Splits and menus of a kind."""
+        return self.priced[kind.device_class, kind.tp, kind.samples // kind.dp]
+
+
+@dataclass(slots=True)
+class MixedBuilder:
+    """Builds problems for one model, and keeps the prices of classes between clusters.
+
+    Attributes:
+        graph: The joint graph.
+        constraints: What holds for blocks: recomputing, placements, sequence parallelism.
+        optimizer: Assumed optimizer.
+        prices: Cost model of a cluster.
+    """
+
+    graph: Graph
+    constraints: Constraints
+    optimizer: str
+    prices: Prices
+    _base: Analysis | None = None
+    _analyses: dict[Cluster, Analysis] = field(default_factory=dict)
+    _tables: dict[Cluster, BlockTables] = field(default_factory=dict)
+    _priced: dict[tuple[Machine, int, int, int], Priced | None] = field(default_factory=dict)
+
+    def build(self, cluster: Cluster, limit_bytes: int | None = None) -> Built:
+        """The problem on a cluster.
+
+        Args:
+            cluster: All machines.
+            limit_bytes: Memory of a device of any class; what each has if None.
+
+        Raises:
+            InfeasibleError: No way to run the model's blocks was found on any class.
+        """
+        classes = classes_of(cluster, limit_bytes)
+        priced: dict[tuple[int, int, int], Priced] = {}
+        analyses = []
+        for index, cls in enumerate(classes):
+            machine = cluster.machines[cls.machines[0]]
+            own = Cluster(machines=(machine,) * len(cls.machines))
+            analysis = self._analysis(own)
+            analyses.append(analysis)
+            for tp in (n for n in range(1, cls.machine_size + 1) if cls.machine_size % n == 0):
+                for samples, found in self._sizes(own, machine, tp):
+                    priced[index, tp, samples] = found
+        if not priced:
+            raise InfeasibleError(f"no block of the model can be run on {cluster}")
+        chain = analyses[0].chain
+        homes = parameter_homes(analyses[0])
+        problem = MixedProblem(
+            cluster=cluster,
+            model=self.prices(cluster),
+            classes=classes,
+            kinds=tuple(_kinds(classes, analyses, priced, homes)),
+            batch=analyses[0].batch_size,
+            gradient_bytes=gradient_bytes(analyses[0], homes),
+            max_pipelines=min(MAX_PIPELINES, cluster.num_devices),
+            max_stages=min(MAX_STAGES, len(chain.blocks)),
+        )
+        return Built(problem=problem, analyses=tuple(analyses), priced=priced, homes=homes)
+
+    def _analysis(self, cluster: Cluster) -> Analysis:
+        if cluster not in self._analyses:
+            model = self.prices(cluster)
+            if self._base is None:
+                self._base = Analysis(self.graph, cluster, model, self.constraints, self.optimizer)
+                self._analyses[cluster] = self._base
+            else:
+                self._analyses[cluster] = self._base.on(cluster, model)
+            self._tables[cluster] = BlockTables(self._analyses[cluster])
+        return self._analyses[cluster]
+
+    def _sizes(self, own: Cluster, machine: Machine, tp: int) -> list[tuple[int, Priced]]:
+        """Samples on a rank, fewest first, while more of them make a sample faster."""
+        batch = self._analyses[own].batch_size
+        found: list[tuple[int, Priced]] = []
+        samples, best_s = 1, float("inf")
+        while samples <= min(batch, MAX_SAMPLES):
+            if batch % samples:
+                samples += 1
+                continue
+            made = self._price(own, machine, tp, samples)
+            if made is not None:
+                each_s = made.sample_s / samples
+                if each_s > best_s * (1 - LEAST_GAIN):
+                    break
+                best_s = each_s
+                found.append((samples, made))
+            samples *= 2
+        return found
+
+    def _price(self, own: Cluster, machine: Machine, tp: int, samples: int) -> Priced | None:
+        analysis = self._analyses[own]
+        sizes = (analysis.batch_size // samples, 1, tp)
+        key = (machine, tp, samples, analysis.batch_size)
+        if key not in self._priced:
+            try:
+                problem = analysis.problem(sizes, 0)
+                options = solve_splits(problem).options
+                table = self._tables[own].table(sizes, problem, options)
+                self._priced[key] = Priced(problem=problem, options=options, table=table)
+            except (ShardingError, ConstraintError, InfeasibleError):
+                self._priced[key] = None
+        return self._priced[key]
+
+
+def classes_of(cluster: Cluster, limit_bytes: int | None = None) -> tuple[DeviceClass, ...]:
+    """Equal machines together, in order of appearance."""
+    members: dict[Machine, list[int]] = {}
+    for index, machine in enumerate(cluster.machines):
+        members.setdefault(machine, []).append(index)
+    return tuple(
+        DeviceClass(
+            name=machine.device.name,
+            machines=tuple(indices),
+            machine_size=machine.num_devices,
+            limit_bytes=limit_bytes or machine.device.usable_bytes,
+            cost_per_hour=machine.device.cost_per_hour,
+        )
+        for machine, indices in members.items()
+    )
+
+
+def parameter_homes(analysis: Analysis) -> dict[str, int]:
+    """Parameter input -> the first block that reads it."""
+    homes: dict[str, int] = {}
+    names = {i.name for i in analysis.graph.of_kind(InputKind.PARAM)}
+    for node in analysis.graph.nodes:
+        block = analysis.chain.block_of.get(node.name)
+        for ref in analysis.refs[node.name] if block is not None else ():
+            if ref in names and block is not None:
+                homes[ref] = min(homes.get(ref, block), block)
+    return homes
+
+
+def gradient_bytes(analysis: Analysis, homes: dict[str, int]) -> tuple[int, ...]:
+    """Per block, gradients of its whole parameters."""
+    amounts = [0] * len(analysis.chain.blocks)
+    for entry in analysis.graph.of_kind(InputKind.PARAM):
+        if entry.meta is not None and entry.requires_grad and entry.name in homes:
+            dtype = sum_dtype(entry.master or entry.meta.dtype)
+            amounts[homes[entry.name]] += TensorMeta(entry.meta.shape, dtype).bytes
+    return tuple(amounts)
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Bytes of whole parameters by block: all, gradients and compute copies."""
+
+    total: list[int]
+    grads: list[int]
+    params: list[int]
+
+
+def _states(analysis: Analysis, homes: dict[str, int], dp: int) -> _States:
+    count = len(analysis.chain.blocks)
+    found = _States([0] * count, [0] * count, [0] * count)
+    for entry in analysis.graph.of_kind(InputKind.PARAM):
+        if entry.meta is None or entry.name not in homes:
+            continue
+        state = parameter_state_bytes(
+            entry.meta,
+            optimizer=analysis.optimizer,
+            zero_level=1 if dp > 1 else 0,
+            dp=dp,
+            master_dtype=entry.master or entry.meta.dtype,
+            requires_grad=entry.requires_grad,
+        )
+        at = homes[entry.name]
+        found.total[at] += state.total_bytes
+        found.grads[at] += state.grad_bytes
+        found.params[at] += entry.meta.bytes
+    return found
+
+
+def _kinds(
+    classes: Sequence[DeviceClass],
+    analyses: Sequence[Analysis],
+    priced: dict[tuple[int, int, int], Priced],
+    homes: dict[str, int],
+) -> list[StageKind]:
+    """Every class, ``tp``, samples on a rank and number of data ranks in whole units."""
+    batch = analyses[0].batch_size
+    whole: dict[int, _States] = {}
+    kinds = []
+    for (c, tp, samples), found in priced.items():
+        cls, analysis = classes[c], analyses[c]
+        unit = unit_of(cls.num_devices, cls.machine_size)
+        for dp in range(1, cls.num_devices // tp + 1):
+            size = dp * samples
+            if batch % size or (dp * tp) % unit:
+                continue
+            if dp not in whole:
+                whole[dp] = _states(analysis, homes, dp)
+            menus = found.table.menus
+            if dp > 1:
+                menus = _spread(analysis, menus, whole.setdefault(1, _states(analysis, homes, 1)),
+                                whole[dp], (dp, tp))  # fmt: skip
+            kinds.append(
+                StageKind(
+                    device_class=c,
+                    dp=dp,
+                    tp=tp,
+                    samples=size,
+                    zero_level=1 if dp > 1 else 0,
+                    blocks=menus,
+                    boundary_bytes=tuple(max(pair) for pair in found.table.boundary_bytes),
+                )
+            )
+    return _fewer_sizes(kinds, analyses[0].batch_size)
+
+
+def _spread(
+    analysis: Analysis,
+    menus: Sequence[BlockMenu],
+    alone: _States,
+    spread: _States,
+    mesh: tuple[int, int],
+) -> tuple[BlockMenu, ...]:
+    """Menus of blocks whose states are spread over data ranks."""
+    dp, tp = mesh
+    group = slowest_group(analysis.cluster, MeshShape(dp=dp, tp=tp), "dp")
+    known: dict[tuple[str, int, float], str] = {}
+    found = []
+    for at, menu in enumerate(menus):
+        state, step_s = menu.state_bytes, menu.step_s
+        if alone.total[at]:
+            part = menu.state_bytes / alone.total[at]  # of the block's parameters, by tp
+            state = -(-menu.state_bytes * spread.total[at] // alone.total[at])
+            step_s = menu.step_s / dp
+            for kind, amount in (
+                ("reduce_scatter", alone.grads[at]),
+                ("all_gather", alone.params[at]),
+            ):
+                step_s += analysis.model.collective_time_s(kind, amount * part, group)
+        key = known.setdefault((menu.key, state, step_s), f"{menu.key}/{len(known)}")
+        found.append(replace(menu, key=key, state_bytes=state, step_s=step_s))
+    return tuple(found)
+
+
+def _fewer_sizes(kinds: list[StageKind], batch: int) -> list[StageKind]:
+    """A spread of the sizes of micro-batches: those that most kinds can take, all classes alike."""
+    sizes = sorted({kind.samples for kind in kinds})
+    if len(sizes) <= MAX_SIZES:
+        return kinds
+    # the pipeline needs many micro-batches: the smaller sizes are dense, the larger ones sparse
+    last = len(sizes) - 1
+    kept = {sizes[i * last // (MAX_SIZES - 1)] for i in range(MAX_SIZES)}
+    return [kind for kind in kinds if kind.samples in kept]

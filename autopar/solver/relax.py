@@ -1,0 +1,217 @@
+"""Ways out when nothing fits: each was tried, and its price is the time of the plan it leads to.
+
+Tried are, one at a time: more memory on each device (the least that was found to be enough), more
+devices, each constraint of the user left out, all of them, an optimizer that keeps less, and other
+programs of the same model, such as one of lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, Relaxation
+from autopar.plan.explain import plan_name
+from autopar.plan.types import Plan
+from autopar.solver.conflict import find_conflict
+from autopar.solver.constraints import Constraints
+from autopar.solver.given import constraint_words, given_constraints
+from autopar.solver.question import Asker, Progress, silent
+from autopar.solver.search import SearchStats
+from autopar.units import format_bytes, round_up_bytes
+
+ROOM_PERCENT = (100, 110, 125, 150, 200, 300)  # of the need that the search found, tried as a limit
+CLOSE = 1.02  # a limit that is enough, at most so many times one that is not
+MAX_BISECTIONS = 5
+GROWTH = (2, 4)  # times as many devices
+FASTER = 0.95  # a larger limit is a way out of its own if its plan takes at most so much
+# Optimizers by what they keep per parameter, the leanest first.
+_LEANEST = ("sgd", "adafactor", "sgd-momentum", "adam")
+_SHOWN_VAIN = 8
+
+
+@dataclass(slots=True)
+class _Trials:
+    """What was tried, and what came of it."""
+
+    asker: Asker
+    found: list[Relaxation] = field(default_factory=list)
+    vain: list[str] = field(default_factory=list)
+
+    def take(self, what: str, answer: Plan | AutoparError | None) -> bool:
+        """Note what a trial gave; whether it gave a plan."""
+        if answer is None:
+            self.vain.append(
+                f"{what}: not tried, {self.asker.num_solves} searches were run already"
+            )
+            return False
+        if not isinstance(answer, Plan):
+            self.vain.append(f"{what}: {_short(answer)}")
+            return False
+        self.found.append(
+            Relaxation(
+                what=what,
+                time_s=answer.time_s,
+                plan=plan_name(answer),
+                peak_bytes=answer.peak_bytes,
+            )
+        )
+        return True
+
+
+def solve_or_explain(asker: Asker, *, progress: Progress = silent) -> tuple[Plan, SearchStats]:
+    """The plan; where there is none, the pair that contradicts, or the ways out.
+
+    Args:
+        asker: Of the question.
+        progress: Of the first search.
+
+    Raises:
+        ConstraintError: The constraints contradict the model, the cluster or each other: the
+            smallest set of them that does is named.
+        InfeasibleError: Nothing fits: limits with both numbers, and ways out with their price.
+    """
+    try:
+        return asker.first(progress)
+    except ConstraintError as error:
+        conflict = find_conflict(asker)
+        if conflict is None or len(conflict.names) == 1:
+            raise
+        raise ConstraintError(conflict.text) from error
+    except InfeasibleError as error:
+        raise with_relaxations(asker, error) from None
+
+
+def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
+    """The same refusal with the ways out, fastest plan first."""
+    trials = _Trials(asker)
+    _free_constraints(trials)
+    _more_memory(trials, error)
+    _more_devices(trials)
+    _leaner_states(trials)
+    ordered = sorted(trials.found, key=lambda r: (r.time_s, r.what))
+    notes = trials.vain[:_SHOWN_VAIN]
+    rest = len(trials.vain) - len(notes)
+    if rest > 0:
+        notes.append(f"and {rest} more")
+    return InfeasibleError(
+        error.message, error.shortfalls, relaxations=tuple(ordered), notes=tuple(notes)
+    )
+
+
+def _short(error: AutoparError) -> str:
+    """Why a trial gave no plan, in one line."""
+    if isinstance(error, InfeasibleError) and error.shortfalls:
+        least = min(error.shortfalls, key=lambda s: s.needed)
+        return f"still needs {format_bytes(least.needed)}, has {format_bytes(least.available)}"
+    return str(error).partition("\n")[0]
+
+
+# -- constraints ------------------------------------------------
+def _free_constraints(trials: _Trials) -> None:
+    """Each constraint left out alone; all of them if no single one is to blame."""
+    own = trials.asker.question.constraints
+    given = given_constraints(own)
+    free = Constraints()
+    is_mended = False
+    for name, value in given.items():
+        if name == "microbatch_statistics":
+            continue  # it allows more, and forbids nothing
+        what = _freed_words(name, value)
+        changed = replace(own, **{name: getattr(free, name)})
+        is_mended |= trials.take(what, trials.asker.ask(what, constraints=changed))
+    if len(given) > 1 and not is_mended:
+        what = "leave out all of " + constraint_words(given)
+        kept = replace(free, microbatch_statistics=own.microbatch_statistics)
+        trials.take(what, trials.asker.ask(what, constraints=kept))
+
+
+def _freed_words(name: str, value: object) -> str:
+    words = constraint_words({name: value})
+    if name == "recompute":
+        return f"allow recompute (now {words})"
+    if name == "zero":
+        return f"allow any ZeRO level (now {words})"
+    return f"leave {words} out"
+
+
+# -- memory -----------------------------------------------------
+def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
+    """The least limit under which a plan is found, and the largest under which none is."""
+    asker = trials.asker
+    short = asker.question.limit_bytes
+    needs = [int(s.needed) for s in error.shortfalls if s.unit == "bytes"]
+    if not needs:
+        return
+    found: dict[int, Plan] = {}
+    for percent in ROOM_PERCENT:
+        limit = round_up_bytes(max(min(needs) * percent // 100, short + 1))
+        answer = asker.ask(f"{format_bytes(limit)} per device", limit_bytes=limit)
+        if isinstance(answer, Plan):
+            found[limit] = answer
+            break
+        if answer is None:
+            break
+        short = max(short, limit)
+    if not found:
+        trials.take(f"more memory, up to {format_bytes(short)} per device", answer)
+        return
+    for _ in range(MAX_BISECTIONS):
+        enough = min(found)
+        # what the plan needs is a limit that is enough: often far below the one it was found under
+        tight = round_up_bytes(found[enough].peak_bytes)
+        middle = min(tight, round_up_bytes((short + enough) // 2))
+        if enough <= short * CLOSE or middle >= enough or middle <= short:
+            break
+        answer = asker.ask(f"{format_bytes(middle)} per device", limit_bytes=middle)
+        if answer is None:
+            break
+        if isinstance(answer, Plan):
+            found[middle] = answer
+        else:
+            short = middle
+    _take_limits(trials, found, short)
+
+
+def _take_limits(trials: _Trials, found: Mapping[int, Plan], short: int) -> None:
+    """The least limit, and larger ones whose plans are much faster."""
+    fastest_s = float("inf")
+    for limit, plan in sorted(found.items()):
+        if plan.time_s > FASTER * fastest_s:
+            continue
+        there = f"there are {format_bytes(trials.asker.question.limit_bytes)}"
+        if fastest_s == float("inf"):
+            there += f"; no plan was found with {format_bytes(short)}"
+        trials.take(f"give each device {format_bytes(limit)} ({there})", plan)
+        fastest_s = plan.time_s
+
+
+# -- devices ----------------------------------------------------
+def _more_devices(trials: _Trials) -> None:
+    asked = trials.asker.question
+    cluster = asked.cluster
+    last: tuple[str, Plan | AutoparError | None] | None = None
+    for factor in GROWTH:
+        larger = asked.grow(cluster, factor)
+        own_limit = asked.limit_bytes == cluster.memory_bytes
+        what = f"use {larger.num_devices} devices ({larger}; there are {cluster.num_devices})"
+        limit = larger.memory_bytes if own_limit else asked.limit_bytes
+        answer = trials.asker.ask(what, cluster=larger, limit_bytes=limit)
+        last = (what, answer)
+        if answer is None or isinstance(answer, Plan):
+            break
+    if last is not None:
+        trials.take(*last)
+
+
+# -- what is kept per parameter ---------------------------------
+def _leaner_states(trials: _Trials) -> None:
+    asker = trials.asker
+    own = asker.question.optimizer
+    at = _LEANEST.index(own) if own in _LEANEST else len(_LEANEST) - 1  # adamw is as adam
+    for name in () if own == "none" else _LEANEST[:at]:
+        what = f"use the optimizer {name} (now {own})"
+        if not trials.take(what, asker.ask(what, optimizer=name)):
+            break  # those that keep more do not fit either
+    for what, make in asker.question.programs.items():
+        trials.take(what, None if asker.is_spent else asker.ask(what, graph=make()))

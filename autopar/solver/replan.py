@@ -1,0 +1,344 @@
+"""Plan again after the cluster changed, starting from the plan that runs.
+
+1. The old shape on what is left is evaluated first: the pipelines whose devices are still there, or
+   the old mesh with fewer data ranks. That is what *staying* means, and a hint for the search.
+2. The new plan is searched. For one mesh the search begins with shapes of the old ``tp``, which its
+   blocks' splits fit; all shapes are searched on request, or if none of those is feasible.
+3. What both need to move is worked out exactly (:mod:`autopar.plan.migration`). Moving costs
+seconds
+   once, the faster plan saves some each step: the break-even is where they meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster, Machine
+from autopar.errors import ConfigError, ConstraintError, InfeasibleError
+from autopar.ir.graph import InputKind, TensorMeta
+from autopar.plan.diff import PlanDiff
+from autopar.plan.migration import Migration, migration
+from autopar.plan.types import Plan
+from autopar.solver.constraints import Constraints
+from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
+from autopar.solver.mixed_build import Built
+from autopar.solver.mixed_choice import MixedAnswer, Simulated, evaluated, shares
+from autopar.solver.mixed_pipelines import PipelineSearch, Template
+from autopar.solver.mixed_problem import PipelineChoice, StageChoice, place
+from autopar.solver.planning import Planner, cost_of
+from autopar.units import format_time
+from cost_models.memory import optimizer_state_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """The answer.
+
+    Attributes:
+        plan: The new plan.
+        stay: The old shape on the devices that are left; None where it can't go on.
+        diff: What the new plan does differently from the old one.
+        migration: What travels to the new plan.
+        stay_migration: What travels to go on with the old shape.
+        is_thorough: Whether all shapes were searched, or those near the old one.
+    """
+
+    plan: Plan
+    stay: Plan | None
+    diff: PlanDiff
+    migration: Migration
+    stay_migration: Migration | None
+    is_thorough: bool
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds per step that the new plan saves against staying; infinite if that can't be."""
+        return math.inf if self.stay is None else self.stay.time_s - self.plan.time_s
+
+    @property
+    def break_even_steps(self) -> float:
+        """Steps after which the move has paid; 0 if it costs no more, infinite if it never does."""
+        extra_s = self.migration.seconds
+        extra_s -= 0.0 if self.stay_migration is None else self.stay_migration.seconds
+        if self.stay is None or (extra_s <= 0 and self.saved_s >= 0):
+            return 0.0
+        return extra_s / self.saved_s if self.saved_s > 0 else math.inf
+
+    @property
+    def break_even_s(self) -> float:
+        """The same in seconds of training under the new plan, the move included."""
+        steps = self.break_even_steps
+        return math.inf if math.isinf(steps) else self.migration.seconds + steps * self.plan.time_s
+
+    def __str__(self) -> str:
+        """The new plan, what travels, and whether it pays."""
+        lines = [str(self.plan), f"to move: {self.migration}"]
+        if self.stay is None or self.stay_migration is None:
+            lines.append("to stay: not possible, the old shape needs the devices that are gone")
+        else:
+            lines.append(
+                f"to stay: {format_time(self.stay.time_s)} per step on {self.stay.num_ranks} "
+                f"devices; {self.stay_migration}"
+            )
+            steps = self.break_even_steps
+            if math.isinf(steps):
+                lines.append("break-even: never, staying is as fast")
+            else:
+                lines.append(
+                    f"break-even: after {math.ceil(steps):,} steps, "
+                    f"{format_time(self.break_even_s)} from the start of the move"
+                )
+        if not self.is_thorough:
+            lines.append("searched: shapes of the old tp; thorough=True searches all")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What happened to a cluster.
+
+    Attributes:
+        cluster: The new one.
+        ranks: Old rank -> new rank of the same device; those that are gone are left out.
+    """
+
+    cluster: Cluster
+    ranks: Mapping[int, int]
+
+
+def change_of(
+    before: Cluster,
+    after: Cluster | None = None,
+    *,
+    lost: tuple[int, ...] = (),
+    slower: Mapping[int, float] | None = None,
+) -> Change:
+    """The change from one cluster to another.
+
+    Args:
+        before: The old cluster.
+        after: The new one; its machines are taken for the old ones in order, kind by kind, whatever
+            their speed. With it ``lost`` and ``slower`` are left out.
+        lost: Old machines that are gone.
+        slower: Old machine -> factor of its speed.
+
+    Raises:
+        ConfigError: Nothing changed or too much is named, a machine is not there, or a factor is
+            not above 0.
+    """
+    if (after is None) == (not lost and not slower):
+        raise ConfigError("replan: name the new devices=, or what changed: lost= or slower=")
+    if after is not None:
+        return Change(cluster=after, ranks=_matched(before, after))
+    changed = before
+    for number, factor in sorted((slower or {}).items()):
+        if number in lost:
+            raise ConfigError(f"replan: machine {number} is both in lost= and in slower=")
+        changed = changed.with_speed(number, factor)
+    if len(set(lost)) == len(before.machines):
+        raise ConfigError(f"replan: all {len(before.machines)} machines of {before} are lost")
+    ranks: dict[int, int] = {}
+    old = new = 0
+    for index, machine in enumerate(before.machines):
+        if index not in lost:
+            ranks.update({old + i: new + i for i in range(machine.num_devices)})
+            new += machine.num_devices
+        old += machine.num_devices
+    return Change(cluster=changed.without_machines(lost), ranks=ranks)
+
+
+def _matched(before: Cluster, after: Cluster) -> dict[int, int]:
+    """Ranks of machines of one device and size, in order."""
+
+    def kind(machine: Machine) -> tuple[str, int]:
+        return machine.device.name.partition("@")[0], machine.num_devices
+
+    waiting: dict[tuple[str, int], list[int]] = {}
+    at = 0
+    for machine in after.machines:
+        waiting.setdefault(kind(machine), []).append(at)
+        at += machine.num_devices
+    ranks: dict[int, int] = {}
+    at = 0
+    for machine in before.machines:
+        free = waiting.get(kind(machine), [])
+        if free:
+            first = free.pop(0)
+            ranks.update({at + i: first + i for i in range(machine.num_devices)})
+        at += machine.num_devices
+    return ranks
+
+
+def replan(planner: Planner, plan: Plan, change: Change, *, thorough: bool = False) -> Replan:
+    """The plan for a changed cluster, beside what staying would give.
+
+    Args:
+        planner: Of the same model; what it knows is used again.
+        plan: The plan that runs.
+        change: What happened.
+        thorough: Search all shapes of one mesh, not those near the old one alone.
+
+    Raises:
+        InfeasibleError: Nothing fits what is left.
+        ConstraintError: The constraints contradict it.
+    """
+    if planner.takes_pipelines(change.cluster):
+        found, stay = _pipelines(planner, plan, change)
+        is_thorough = True
+    else:
+        found, stay, is_thorough = _mesh(planner, plan, change, thorough=thorough)
+    if stay is not None and stay.time_s < found.time_s:
+        found = stay
+    states = state_bytes(planner)
+
+    def travel(to: Plan) -> Migration:
+        return migration(
+            plan, to, planner.graph, change.cluster, ranks=change.ranks, state_bytes=states
+        )
+
+    return Replan(
+        plan=found,
+        stay=stay,
+        diff=plan.diff(found),
+        migration=travel(found),
+        stay_migration=None if stay is None else travel(stay),
+        is_thorough=is_thorough,
+    )
+
+
+def state_bytes(planner: Planner) -> dict[str, int]:
+    """Parameter -> bytes of its optimizer state."""
+    found: dict[str, int] = {}
+    for entry in planner.graph.of_kind(InputKind.PARAM):
+        if entry.meta is not None and entry.requires_grad:
+            meta = TensorMeta(entry.meta.shape, entry.master or entry.meta.dtype)
+            amount = optimizer_state_bytes(planner.optimizer, meta)
+            found[entry.param] = found.get(entry.param, 0) + amount
+    return found
+
+
+# -- one mesh ------------------------------------------------------------------------------------
+def _mesh(
+    planner: Planner, plan: Plan, change: Change, *, thorough: bool
+) -> tuple[Plan, Plan | None, bool]:
+    cluster, own = change.cluster, planner.constraints
+    stay = _fewer_data_ranks(planner, plan, cluster)
+    near = replace(own, tp=plan.mesh.tp) if not plan.pipelines and own.tp is None else own
+    is_thorough = thorough or near is own
+    if not is_thorough:
+        try:
+            return _searched(planner, cluster, near, own), stay, False
+        except (InfeasibleError, ConstraintError):
+            pass  # no shape near the old one is possible: all others are asked
+    return planner.plan(cluster)[0], stay, True
+
+
+def _searched(
+    planner: Planner, cluster: Cluster, constraints: Constraints, own: Constraints
+) -> Plan:
+    """A search under other constraints, told as one under the user's own."""
+    found, _ = planner.search_under(cluster, constraints)
+    names = {
+        name
+        for name in ("dp", "tp", "pp", "virtual", "num_microbatches", "zero")
+        if getattr(own, name) is None and getattr(constraints, name) is not None
+    }
+    kept = tuple(c for c in found.constraints if c.name not in names)
+    return replace(found, constraints=kept, cost_per_step=cost_of(found, cluster))
+
+
+def _fewer_data_ranks(planner: Planner, plan: Plan, cluster: Cluster) -> Plan | None:
+    """The old mesh with as many data ranks as there are devices for; None if there is none."""
+    mesh, own = plan.mesh, planner.constraints
+    if plan.pipelines:
+        return None
+    per_replica = mesh.num_ranks // mesh.dp
+    samples = mesh.dp * plan.num_microbatches  # parts of the batch
+    for dp in range(min(mesh.dp, cluster.num_devices // per_replica), 0, -1):
+        if own.dp is not None and dp != own.dp:
+            continue
+        if samples % dp:
+            continue
+        fixed = replace(
+            own,
+            dp=dp,
+            tp=mesh.tp,
+            pp=mesh.pp,
+            virtual=mesh.virtual,
+            num_microbatches=samples // dp,
+        )
+        try:
+            return _searched(planner, cluster, fixed, own)
+        except (InfeasibleError, ConstraintError):
+            continue
+    return None
+
+
+# -- pipelines -----------------------------------------------------------------------------------
+def _pipelines(planner: Planner, plan: Plan, change: Change) -> tuple[Plan, Plan | None]:
+    goal = planner.goal
+    built = planner.builder.build(change.cluster)
+    choice = _those_left(built, plan)
+    stay: Plan | None = None
+    wish = MixedWish(objective=goal.objective, cost_limit=goal.cost_limit)
+    if choice is not None:
+        simulated = evaluated(built.problem, choice)
+        if simulated is not None:
+            answer = _alone(simulated)
+            stay = planner.dress(mixed_plan(built, answer, planner.model_hash, wish))
+            wish = replace(wish, hints=(choice,))
+    found, _ = solve_mixed(
+        planner.builder, planner.model_hash, change.cluster, wish, planner.progress
+    )
+    return planner.dress(found), stay
+
+
+def _alone(simulated: Simulated) -> MixedAnswer:
+    return MixedAnswer(best=simulated, others=(), bound_s=0.0, cost_bound=None)
+
+
+def _those_left(built: Built, plan: Plan) -> tuple[PipelineChoice, ...] | None:
+    """The old pipelines that still have their devices, with the batch shared among them."""
+    search = PipelineSearch(built.problem)
+    known = [_template(search, built, stages) for stages in _stages_of(plan)]
+    left = [template for template in known if template is not None]
+    left.sort(key=lambda t: t.period_s / t.samples)
+    while left:
+        counts = shares(left, built.problem.batch)
+        if counts is not None:
+            made = [t.choice(count) for t, count in zip(left, counts, strict=True)]
+            if place(built.problem, made) is not None:
+                return tuple(sorted(made, key=lambda p: (-p.num_microbatches, str(p.stages))))
+        left.pop()  # the slowest makes room for the others
+    return None
+
+
+def _stages_of(plan: Plan) -> list[list[tuple[str, int, int, int, tuple[int, ...]]]]:
+    """Per pipeline and stage: device, dp, tp, samples of a micro-batch, blocks."""
+    return [
+        [(s.device, s.dp, s.tp, p.microbatch_samples, s.layers) for s in p.stages]
+        for p in plan.pipelines
+    ]
+
+
+def _template(
+    search: PipelineSearch,
+    built: Built,
+    stages: list[tuple[str, int, int, int, tuple[int, ...]]],
+) -> Template | None:
+    """An old pipeline in the new problem; None if a kind of its stages is not there any more."""
+    problem = built.problem
+    names = [cls.name for cls in problem.classes]
+    kinds = {(names[k.device_class], k.dp, k.tp, k.samples): i for i, k in enumerate(problem.kinds)}
+    made = []
+    for s, (device, dp, tp, samples, (low, high)) in enumerate(stages):
+        kind = kinds.get((device, dp, tp, samples))
+        if kind is None:
+            return None
+        options = search.prices[kind].options(low, high, len(stages) - s)
+        if options is None:
+            return None
+        made.append(StageChoice(kind=kind, low=low, high=high, options=options))
+    return search.priced(tuple(made))

@@ -1,0 +1,78 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.plan.io import plan_from_json, plan_to_json
+from autopar.plan.types import AppliedConstraint, MeshShape, ScheduleKind
+from autopar.units import GIB
+
+
+def rows(changes) -> dict[str, tuple[str, str]]:
+    return {change.what: (change.before, change.after) for change in changes}
+
+
+def test_equal_plans_differ_in_nothing(example_plan):
+    diff = example_plan.diff(plan_from_json(plan_to_json(example_plan)))
+    assert diff.is_empty
+    assert str(diff).startswith("The plans are the same")
+
+
+def test_shape_schedule_and_constraints(example_plan):
+    pinned = AppliedConstraint(name="dp", value="8", origin="user")
+    other = replace(
+        example_plan, mesh=MeshShape(dp=8), num_microbatches=1, schedule=ScheduleKind.GPIPE,
+        stages=example_plan.stages[:1], constraints=(pinned,),
+    )  # fmt: skip
+    diff = example_plan.diff(other)
+    found = rows(diff.shape)
+    assert found["mesh"] == ("pp2 x dp2 x tp2", "dp8")
+    assert found["micro-batches"] == ("4", "1")
+    assert found["schedule"] == ("1f1b", "gpipe")
+    assert found["constraints of the user"] == ("none", "dp=8")
+    assert "devices" not in found
+    assert rows(diff.stages)["number of stages"] == ("2", "1")
+    assert rows(diff.stages)["operators recomputed"] == ("3", "0")
+
+
+def test_stages_are_compared_one_by_one(example_plan):
+    first, second = example_plan.stages
+    moved = replace(second, first="add_9", scopes=("transformer.h.4",), recompute=(), zero_level=2)
+    diff = example_plan.diff(replace(example_plan, stages=(first, moved)))
+    assert rows(diff.stages) == {
+        "ZeRO level": ("1", "1, 2"),
+        "stage 1 begins with": ("transformer.h.3 (add_1)", "transformer.h.4 (add_9)"),
+        "stage 1 recomputes": ("3 operators", "0 operators"),
+    }
+
+
+def test_layers_that_change_alike_are_one_row(example_plan):
+    before = {f"h.{i}.up.weight": "replicated" for i in range(4)} | {"ln.weight": "replicated"}
+    after = dict.fromkeys(before, "column-parallel over tp") | {"ln.weight": "replicated"}
+    diff = replace(example_plan, param_words=before).diff(replace(example_plan, param_words=after))
+    assert rows(diff.splits) == {
+        "h.*.up.weight (4)": ("replicated", "column-parallel over tp"),
+    }
+
+
+def test_operators_of_other_models_are_not_compared(example_plan):
+    other = replace(example_plan, model_hash="other", splits={})
+    diff = example_plan.diff(other)
+    assert diff.splits == ()
+    assert "different models" in diff.notes[0]
+
+
+def test_memory_and_time_by_part(example_plan):
+    first, second = example_plan.stages
+    fuller = replace(first, memory=replace(first.memory, activations_bytes=4 * GIB))
+    slower = replace(fuller, time=replace(first.time, forward_s=2e-3))
+    other = replace(example_plan, stages=(slower, second), time_s=0.024, peak_bytes=5 * GIB)
+    diff = example_plan.diff(other)
+    memory = rows(diff.memory)
+    assert memory["peak of the worst device"] == ("3.00 GiB", "5.00 GiB")
+    where = "stage 0 (ranks 0-3) -> stage 0 (ranks 0-3)"
+    assert memory[f"activations of the fullest device ({where})"] == ("2.00 GiB", "4.00 GiB")
+    assert rows(diff.time)["step (+20.00 %)"] == ("20 ms", "24 ms")
+    assert diff.terms["compute_s"] > 0
+    assert diff.time_s == (0.02, 0.024)

@@ -1,0 +1,147 @@
+"""Ways out of a refusal: each is true, and they are sorted by their price."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import parse_devices
+from autopar.errors import ConstraintError, InfeasibleError, Relaxation
+from autopar.plan.types import Plan, ScheduleKind
+from autopar.solver.constraints import Constraints
+from autopar.solver.question import Asker, Question, grown
+from autopar.solver.relax import solve_or_explain
+from autopar.solver.search import solve
+from autopar.units import parse_bytes
+from cost_models.analytic import AnalyticCostModel
+from tests.joint_graphs import residual_network
+
+DEEP = residual_network(2, rows=512, width=32, hidden=128)  # activations, hardly weights
+
+
+def question(devices: str = "1:cpu", limit: int | None = None, **given: object) -> Question:
+    cluster = parse_devices(devices)
+    return Question(
+        graph=DEEP,
+        model_hash="hash",
+        cluster=cluster,
+        constraints=Constraints(**given),  # type: ignore[arg-type]
+        optimizer="adamw",
+        limit_bytes=limit or cluster.memory_bytes,
+        prices=AnalyticCostModel,
+    )
+
+
+def refusal(asked: Question, **limits: object) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        solve_or_explain(Asker(asked, **limits))  # type: ignore[arg-type]
+    return caught.value
+
+
+def again(asked: Question, **changed: object) -> Plan:
+    """The search itself under a change."""
+    varied = replace(asked, **changed)  # type: ignore[arg-type]
+    return solve(
+        varied.graph, "hash", varied.cluster, constraints=varied.constraints,
+        optimizer=varied.optimizer, memory_limit_bytes=varied.limit_bytes,
+        cost_model=AnalyticCostModel(varied.cluster),
+    )[0]  # fmt: skip
+
+
+def test_every_way_out_is_true_and_they_are_sorted_by_price():
+    asked = question(limit=500 << 10, recompute="none", num_microbatches=1, tp=1, dp=1, pp=1)
+    error = refusal(asked)
+    assert error.shortfalls[0].needed > error.shortfalls[0].available == 500 << 10
+    times = [way.time_s for way in error.relaxations]
+    assert times == sorted(times)
+    tried = 0
+    for way in error.relaxations:
+        plan = _followed(asked, way)
+        if plan is not None:
+            tried += 1
+            assert plan.time_s == pytest.approx(way.time_s)
+            assert plan.peak_bytes == way.peak_bytes
+    assert tried >= 2
+    text = str(error)
+    assert "ways out, each tried, fastest first:" in text
+    assert text.index("  - memory of a device") < text.index("ways out")
+
+
+def _followed(asked: Question, way: Relaxation) -> Plan | None:
+    """What comes of following a way out; None for kinds that are followed elsewhere."""
+    given = asked.constraints
+    if memory := re.match(r"give each device ([\d.]+ [KM]iB) \(", way.what):
+        return again(asked, limit_bytes=parse_bytes(memory[1]))
+    if way.what.startswith("allow recompute"):
+        return again(asked, constraints=replace(given, recompute=None))
+    if freed := re.match(r"leave (\w+)=\d+ out", way.what):
+        return again(asked, constraints=replace(given, **{freed[1]: None}))
+    return None
+
+
+def test_a_constraint_that_is_not_to_blame_is_no_way_out():
+    asked = question(limit=150 << 10, recompute="none", schedule=ScheduleKind.ONE_F_ONE_B)
+    error = refusal(asked)
+    assert not any("schedule" in way.what for way in error.relaxations)
+    assert any(note.startswith("leave schedule='1f1b' out: still needs") for note in error.notes)
+
+
+def test_the_least_memory_is_close_to_what_is_not_enough():
+    error = refusal(question(limit=64 << 10))
+    (found,) = (w for w in error.relaxations if "no plan was found with" in w.what)
+    enough, there, short = (parse_bytes(text) for text in re.findall(r"[\d.]+ [KM]iB", found.what))
+    assert there == 64 << 10
+    assert short < enough
+    assert found.peak_bytes <= enough
+
+
+def test_without_searches_left_nothing_is_promised():
+    error = refusal(question(limit=64 << 10), max_solves=1)
+    assert error.relaxations == ()
+    assert all("not tried" in note for note in error.notes)
+    assert error.shortfalls
+
+
+def test_a_lighter_optimizer_is_a_way_out_where_state_is_what_fills_the_memory():
+    heavy = residual_network(2, rows=2, width=256, hidden=1024)
+    asked = replace(question(limit=16 << 20), graph=heavy)
+    error = refusal(asked)
+    names = [w.what for w in error.relaxations if w.what.startswith("use the optimizer")]
+    assert names
+    plan = again(
+        asked, optimizer=re.match(r"use the optimizer ([\w-]+) \(now adamw\)", names[0])[1]
+    )  # type: ignore[index]
+    assert plan.peak_bytes <= 16 << 20
+
+
+def test_another_program_is_tried():
+    small = residual_network(1, rows=2, width=8, hidden=8)
+    asked = replace(question(limit=64 << 10), programs={"take the small one": lambda: small})
+    assert any(w.what == "take the small one" for w in refusal(asked).relaxations)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "free"),
+    [
+        ({"tp": 4, "pp": 3, "zero": 0}, "tp=4 and pp=3", "zero"),
+        ({"dp": 2, "num_microbatches": 512, "zero": 1}, "dp=2 and num_microbatches=512", "zero"),
+        ({"pp": 3, "virtual": 2, "recompute": "full"}, "pp=3 and virtual=2", "recompute"),
+    ],
+)
+def test_constraints_that_contradict_are_named_as_a_pair(given, named, free):
+    with pytest.raises(ConstraintError, match=f"{named} contradict each other: ") as caught:
+        solve_or_explain(Asker(question("8:cpu", **given)))
+    assert free not in str(caught.value).partition("contradict")[0]
+
+
+def test_one_impossible_constraint_is_told_as_it_is():
+    with pytest.raises(ConstraintError, match=r"^constraint dp=7: does not divide the batch"):
+        solve_or_explain(Asker(question("8:cpu", dp=7, recompute="full")))
+
+
+def test_a_larger_cluster_is_of_the_same_kind():
+    assert str(grown(parse_devices("2x8:h100-sxm + 8:a100-80gb"), 2)) == (
+        "4x8:h100-sxm + 2x8:a100-80gb"
+    )
