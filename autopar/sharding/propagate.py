@@ -22,7 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
-from autopar.ir.graph import Graph, InputKind, Node, OutputKind, TensorMeta
+from autopar.ir.graph import Graph, InputKind, Node, TensorMeta
+from autopar.sharding.data_checks import (
+    check_results,
+    distinct_signatures,
+    size_of,
+    smallest_factor,
+)
 from autopar.sharding.decisions import Choice
 from autopar.sharding.dim_classes import (
     Place,
@@ -35,7 +41,6 @@ from autopar.sharding.dim_classes import (
 )
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
 from autopar.sharding.placement import (
-    P,
     Partial,
     Placement,
     R,
@@ -120,7 +125,7 @@ class DataAxes:
         self._menus: dict[tuple[AxisStrategy, ...], tuple[AxisStrategy, ...]] = {}
         self._known: dict[object, AxisChoices] = {}
         self._none = AxisChoices({})
-        self._distinct = _distinct_signatures(graph, signatures)
+        self._distinct = distinct_signatures(graph, signatures)
         self._batch_factors: dict[str, frozenset[str]] = {}
         self._batch: dict[str, int] | None = None
 
@@ -129,8 +134,8 @@ class DataAxes:
 
         Batch statistics count as cuttable: the user may ask for them per micro-batch.
         """
-        sizes = {_size(self._graph.input_map()[n].meta, d) for n, d in self.batch_dims(1).items()}
-        parts = min(map(_smallest_factor, sizes), default=1)
+        sizes = {size_of(self._graph.input_map()[n].meta, d) for n, d in self.batch_dims(1).items()}
+        parts = min(map(smallest_factor, sizes), default=1)
         if parts == 1:
             return True
         try:
@@ -166,7 +171,7 @@ class DataAxes:
         inputs = self._graph.input_map()
         if parts == 1:
             return dict(batch)
-        sizes = {n: _size(inputs[n].meta, d) for n, d in batch.items()}
+        sizes = {n: size_of(inputs[n].meta, d) for n, d in batch.items()}
         if not sizes or any(size % parts for size in sizes.values()):
             found = ", ".join(
                 f"{inputs[n].target!r} has {size} in dim {batch[n]}" for n, size in sizes.items()
@@ -214,9 +219,9 @@ class DataAxes:
             roots: Their classes.
         """
         inputs = self._graph.input_map()
-        sizes = {_size(inputs[n].meta, d) for n, d in dims.items()}
+        sizes = {size_of(inputs[n].meta, d) for n, d in dims.items()}
         users = any(inputs[n].kind is InputKind.USER for n in dims)
-        parts = min(map(_smallest_factor, sizes))
+        parts = min(map(smallest_factor, sizes))
         if not users or parts == 1 or any(size % parts for size in sizes):
             return None
         if len(roots) > 1 and len(sizes) > 1:
@@ -291,7 +296,7 @@ class DataAxes:
         found = self._known.get(key)
         if found is None:
             found = self._propagate("mb", size, placements, {}, statistics=statistics)
-            _check_results(self._graph, found, size)
+            check_results(self._graph, found.choices, size)
             found = self._known[key] = self._same(found)
         return found
 
@@ -404,13 +409,17 @@ class DataAxes:
         state = _State(axis, size, exchanged=exchanged)
         state.place = {i.name: placements.get(i.name, R) for i in self._graph.inputs}
         state.choices.update(placements)
+        kept: dict[int, tuple[tuple[AxisStrategy, ...], tuple[AxisStrategy, ...]]] = {}
         for node in self._graph.nodes:
             if node.op == "getitem":
                 state.place[node.name] = state.place[source_of(node)]
                 continue
             options = self._options(node, state, divide.get(node.name, {}))
             if not statistics:
-                options = tuple(s for s in options if s.factor != MICROBATCH_STATISTICS)
+                if id(options) not in kept:  # the options too, so that their identity stays theirs
+                    free = tuple(s for s in options if s.factor != MICROBATCH_STATISTICS)
+                    kept[id(options)] = (options, free)
+                options = kept[id(options)][1]
             self._choose(node, options, state)
         return AxisChoices(
             state.choices, frozenset(state.prologue), state.moved_bytes, state.unsplit_bytes
@@ -524,29 +533,6 @@ class DataAxes:
         return amount if isinstance(want, Replicate) else 3 * amount
 
 
-def _size(meta: TensorMeta | None, dim: int) -> int:
-    return meta.shape[dim] if meta else 0
-
-
-def _distinct_signatures(graph: Graph, signatures: Signatures) -> dict[int, OpSignature]:
-    """Signatures by identity, repeats left out."""
-    found: dict[int, OpSignature] = {}
-    for node in graph.nodes:
-        signature = signatures.get(node.name)
-        if signature is not None:
-            found.setdefault(id(signature), signature)
-    return found
-
-
-def _smallest_factor(size: int) -> int:
-    """Smallest prime factor; 1 for sizes under two.
-
-    >>> [_smallest_factor(n) for n in (1, 8, 15, 7)]
-    [1, 2, 3, 7]
-    """
-    return next((n for n in range(2, size + 1) if size % n == 0), 1)
-
-
 def _is_free(have: Placement, want: Placement) -> bool:
     """Whether the change needs no other rank."""
     return have == want or (isinstance(have, Replicate) and not isinstance(want, Varying | Routed))
@@ -600,27 +586,3 @@ def split_data_axes(
         microbatch_statistics=microbatch_statistics,
         experts=experts,
     )
-
-
-def _check_results(graph: Graph, mb: AxisChoices, size: int) -> None:
-    """Losses and gradients must be sums over micro-batches, or not depend on them."""
-    nodes = graph.node_map()
-    for output in graph.outputs:
-        if output.value is None or output.kind not in (OutputKind.LOSS, OutputKind.GRAD):
-            continue
-        node = nodes.get(output.value.name)
-        if node is None:
-            continue
-        base = nodes[node.refs()[0]] if node.op == "getitem" else node
-        choice = mb.choices.get(base.name)
-        index = node.args[1] if node.op == "getitem" else 0
-        have = (
-            choice.outputs[index]
-            if isinstance(choice, AxisStrategy) and isinstance(index, int)
-            else R
-        )
-        if have not in (P, R):
-            raise ShardingError(
-                f"{output.kind.value} {output.target!r} is {have} over {size} micro-batches, "
-                "not a sum over them; use num_microbatches=1"
-            )
