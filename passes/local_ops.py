@@ -42,7 +42,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.sharding.buckets import packed_shape
+from autopar.sharding.buckets import lies_as_it_is, packed_shape
 from autopar.sharding.placement import shard_size
 
 
@@ -181,19 +181,22 @@ def _heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) ->
 
 def pack(tensors: Sequence[torch.Tensor], dims: Sequence[int | None], parts: int) -> torch.Tensor:
     """Tensors of one dtype as the columns of one matrix; see the table above."""
-    rows = [_rows(x, dim, parts) for x, dim in zip(tensors, dims, strict=True)]
-    return torch.cat(rows, 1)
-
-
-def _rows(x: torch.Tensor, dim: int | None, parts: int) -> torch.Tensor:
-    if dim is None:
-        return x.reshape(1, -1)
-    size = x.shape[dim]
-    missing = parts * shard_size(size, parts) - size
-    if missing:
-        shape = [missing if d == dim else n for d, n in enumerate(x.shape)]
-        x = torch.cat([x, x.new_zeros(shape)], dim)
-    return x.movedim(dim, 0).reshape(parts, -1)
+    shapes = [tuple(x.shape) for x in tensors]
+    widths = [packed_shape(s, d, parts)[1] for s, d in zip(shapes, dims, strict=True)]
+    flat = tensors[0].new_empty((parts, sum(widths)))
+    # each is written where it belongs: rearranged copies of all would be alive at once
+    for x, dim, piece in zip(tensors, dims, torch.split(flat, widths, 1), strict=True):
+        if dim is None:
+            piece.view(x.shape).copy_(x)
+            continue
+        front = x.movedim(dim, 0)
+        block = shard_size(front.shape[0], parts)
+        rows = piece.view(parts, block, *front.shape[1:])
+        for row in range(parts):
+            own = front[row * block : (row + 1) * block]
+            rows[row, : own.shape[0]].copy_(own)
+            rows[row, own.shape[0] :].zero_()
+    return flat
 
 
 def unpack(
@@ -212,10 +215,17 @@ def unpack(
 def _tensor(piece: torch.Tensor, shape: Sequence[int], dim: int | None, parts: int) -> torch.Tensor:
     if dim is None:
         return piece.reshape(shape)
-    blocks = parts * shard_size(shape[dim], parts)
+    block = shard_size(shape[dim], parts)
     rest = [n for d, n in enumerate(shape) if d != dim]
-    whole = piece.reshape(blocks, *rest).narrow(0, 0, shape[dim])
-    return whole.movedim(0, dim).contiguous()
+    rows = piece.view(parts, block, *rest)
+    if lies_as_it_is(dim, parts):
+        return rows[0]
+    whole = piece.new_empty(list(shape))
+    front = whole.movedim(dim, 0)
+    for row in range(parts):
+        own = front[row * block : (row + 1) * block]
+        own.copy_(rows[row, : own.shape[0]])
+    return whole
 
 
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(

@@ -45,14 +45,21 @@ class _Work(Protocol):
 class _Pending:
     """A collective on its way; its operand is held until it is done."""
 
-    work: _Work
+    work: _Work | None
     operand: torch.Tensor | None
     finish: Callable[[], torch.Tensor]
 
     def wait(self) -> torch.Tensor:
-        """Block until it is done and give the result, once: nothing of it is kept alive here."""
+        """Block until it is done and give the result, once: nothing of it is kept alive here.
+
+        The backend's handle holds operand and result, and this object lives until the next request
+        (the interpreter keeps what it sends into a generator).
+        """
+        if self.work is None:
+            raise PassError("a collective was waited for twice")
         self.work.wait()
-        result, self.operand, self.finish = self.finish(), None, _handed_out
+        self.work = self.operand = None
+        result, self.finish = self.finish(), _handed_out
         return result
 
 
@@ -62,8 +69,19 @@ def _handed_out() -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Receive:
-    work: _Work
-    tensor: torch.Tensor
+    """A message on its way; it is handed out once, as a collective's result is."""
+
+    work: _Work | None
+    tensor: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor:
+        """Block until it has arrived and give it."""
+        work, tensor = self.work, self.tensor
+        if work is None or tensor is None:
+            raise PassError("a receive was waited for twice")
+        work.wait()
+        self.work = self.tensor = None
+        return tensor
 
 
 class Driver:
@@ -97,8 +115,7 @@ class Driver:
                 work = dist.irecv(tensor, request.peer, group=self._pair(request.peer, sends=False))
                 return _Receive(_started(work), tensor)
             case WaitRecv(ticket=_Receive() as receive):
-                receive.work.wait()
-                return receive.tensor
+                return receive
             case WaitSends():
                 self._sends.wait_all()
                 return None
@@ -122,6 +139,8 @@ class Driver:
             case "all_gather":
                 return _all_gather(request, group, count)
             case "reduce_scatter":
+                if self._groups.backend == "gloo" and request.is_given:
+                    return _reduce_and_keep_own(request, group, count)
                 return _reduce_scatter(request, group, count)
             case "all_to_all":
                 return _all_to_all(request, group, count)
@@ -161,6 +180,19 @@ def _reduce_scatter(request: Collective, group: dist.ProcessGroup, count: int) -
     scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
     work = scatter(block, whole, _OPS[request.op], group=group, async_op=True)
     return _Pending(_started(work), whole, lambda: block.movedim(0, dim).contiguous())
+
+
+def _reduce_and_keep_own(
+    request: Collective, group: dist.ProcessGroup, count: int
+) -> _Pending:
+    """A reduce-scatter as gloo does it (torch 2.13): an all-reduce of a copy; here of the operand."""
+    dim = request.dim
+    whole = pad(request.tensor, dim, count).movedim(dim, 0).contiguous()
+    work = dist.all_reduce(whole, _OPS[request.op], group=group, async_op=True)
+    own = whole.chunk(count)[dist.get_rank(group)]
+    return _Pending(_started(work), whole, lambda: own.movedim(0, dim).clone(
+        memory_format=torch.contiguous_format
+    ))
 
 
 def _all_to_all(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:

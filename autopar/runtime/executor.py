@@ -272,7 +272,9 @@ def _request_maker(node: fx.Node) -> Callable[..., Collective]:
             case "all_gather", (int(dim), str(axis), int(size)):
                 return Collective(kind, tensor, axis, dim=dim % rank, out_size=size, node=name)
             case "reduce_scatter", (str(op), int(dim), str(axis)):
-                return Collective(kind, tensor, axis, op=op, dim=dim % rank, node=name)
+                return Collective(
+                    kind, tensor, axis, op=op, dim=dim % rank, node=name, is_given=given
+                )
             case "all_to_all", (int(gather), int(scatter), str(axis), int(size)):
                 return Collective(
                     kind, tensor, axis, dim=gather % rank, scatter_dim=scatter % rank,

@@ -70,7 +70,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Result:
-    """What a collective gives; it is handed out once, so that nobody else keeps it alive."""
+    """What a collective or a receive gives; it is handed out once, so that nobody else keeps it alive."""
 
     box: list[torch.Tensor]
 
@@ -165,8 +165,9 @@ class _Lockstep:
         request = self.waiting.get(rank)
         match request:
             case WaitRecv(ticket=_Ticket() as ticket) if ticket.value is not None:
-                value, ticket.value = ticket.value, None
-                self.advance(rank, value)
+                answer = _Result([ticket.value])
+                ticket.value = None
+                self.advance(rank, answer)
                 return True
             case WaitSends() if not self._undelivered(rank):
                 self.advance(rank, None)

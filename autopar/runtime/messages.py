@@ -118,6 +118,8 @@ def receive(
 def wait_for(ticket: object, peer: int, label: str) -> Generator[Request, object, torch.Tensor]:
     """Wait for an announced receive."""
     value = yield WaitRecv(ticket, peer, label)
+    if value is not None and not isinstance(value, torch.Tensor):
+        value = value.wait()  # type: ignore[attr-defined]  # a Pending
     if not isinstance(value, torch.Tensor):
         raise PassError(f"the driver answered the receive of {label!r} with {value!r}")
     return value

@@ -9,9 +9,12 @@ request          answer
 ``Collective``   the result, or a :class:`Pending` that is waited for before its first use
 ``Send``         None at once; the driver keeps the tensor until it has arrived
 ``PostRecv``     a ticket; the tensor's memory is claimed now
-``WaitRecv``     the tensor of the ticket
+``WaitRecv``     the tensor of the ticket, or a :class:`Pending`
 ``WaitSends``    None, when all sends so far have arrived
 ===============  =========================================================================
+
+A generator's caller keeps an answer alive until the next request: tensors are therefore handed over
+in a :class:`Pending`, which gives its tensor away.
 
 Sends and receives of one directed pair of ranks match in the order they are issued.
 """
@@ -51,7 +54,7 @@ class Collective:
         node: Name of the operator, for messages.
         splits: Of all_to_all_rows: rows that go and that come, see :mod:`passes.comm_ops`.
         is_back: Of all_to_all_rows: whether rows go back.
-        is_given: Whether the operand is the driver's to write to: nobody else will read it.
+        is_given: Of all_reduce and reduce_scatter: whether the operand is the driver's to write to: nobody else will read it.
     """
 
     kind: str

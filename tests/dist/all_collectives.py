@@ -95,7 +95,7 @@ def check_messages(driver: Driver, rank: int, count: int) -> None:
         for i, size in enumerate(sizes):
             tickets.append((yield PostRecv((size,), torch.float32, source, str(i))))
         for i, ticket in enumerate(tickets):
-            value = yield WaitRecv(ticket, source, str(i))
+            value = (yield WaitRecv(ticket, source, str(i))).wait()
             assert bool((value == 100 * source + i).all()), i
         yield WaitSends()
 

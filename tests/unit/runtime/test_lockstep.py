@@ -102,7 +102,7 @@ def receiver(*labels, into=None):
     for label in labels:
         tickets[label] = yield PostRecv((2,), F32, 0, label)
     for label, ticket in tickets.items():
-        value = yield WaitRecv(ticket, 0, label)
+        value = (yield WaitRecv(ticket, 0, label)).wait()
         if into is not None:
             into.append(float(value[0]))
 
