@@ -38,6 +38,7 @@ from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
+from autopar.plan.decisions import refuse_pipelines
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.text import render_plan
@@ -494,6 +495,7 @@ def _launch(
         lambda: _make_plan(captured, order, state.planning_s), captured, place,
         given=order.plan, wishes=order.wishes(),
     )  # fmt: skip
+    refuse_pipelines(plan)
     return start_session(
         model, call, captured, plan,
         options=order.run, place=place, guard=guard, given=order.given, watch=post.watch,
@@ -516,6 +518,7 @@ def _launch_lazily(
             captured = _capture(model, call, order, state)
             _remember(state, captured, _make_plan(captured, order, state.planning_s), order)
         assert state.plan is not None
+    refuse_pipelines(state.plan)
     raise ConfigError(
         f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "
         f"in a single process; start the script by\n  {launch_command(order.cluster)}\n"

@@ -1,0 +1,66 @@
+"""``compile`` for devices of several kinds: planned, saved, shown, planned again, not run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import api
+from autopar.errors import ConfigError, PlanError
+
+DEVICES = "2x2:h100-sxm + 2:a100-80gb"
+
+
+class Wide(nn.Module):
+    """Layers that are worth splitting over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def build() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        return Wide(), {"x": torch.empty(4096, 2048), "y": torch.empty(4096, 2048)}
+
+
+def test_a_model_is_planned_for_two_kinds_and_again_without_a_machine(tmp_path):
+    model, batch = build()
+    prices = {"h100-sxm": 3.0, "a100-80gb": 1.5}
+    model = autopar.compile(model, devices=DEVICES, inputs=batch, cost_per_hour=prices)
+    plan = model.plan
+    assert plan.pipelines
+    assert plan.cost_per_step == pytest.approx(
+        plan.time_s / 3600 * sum(
+            len(s.devices) * prices[s.device] for p in plan.pipelines for s in p.stages
+        )
+    )  # fmt: skip
+    autopar.save_plan(plan, tmp_path / "plan.json")
+    assert autopar.load_plan(tmp_path / "plan.json") == plan
+    assert "Pipelines" in model.report()
+    answer = model.replan(lost=[1])
+    assert answer.plan.num_devices == 4
+    assert answer.plan.time_s > plan.time_s
+    assert answer.migration.kept_bytes > 0
+    assert math.isinf(answer.saved_s) or answer.saved_s >= 0
+    with pytest.raises(PlanError, match=r"not run: .* \(devices='\d:"):
+        model(**batch)
+
+
+def test_the_cheapest_plan_may_leave_a_kind_idle():
+    model, batch = build()
+    plan = api.plan(
+        model, DEVICES, batch, objective="cost", cost_per_hour={"h100-sxm": 50.0, "a100-80gb": 1.0}
+    )
+    assert {s.device for p in plan.pipelines for s in p.stages} == {"a100-80gb"}
+    with pytest.raises(ConfigError, match="needs prices"):
+        api.plan(model, DEVICES, batch, objective="cost")
