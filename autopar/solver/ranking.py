@@ -143,7 +143,7 @@ class Ranker:
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
-    _uncut: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
     _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
@@ -187,11 +187,12 @@ class Ranker:
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
-        if mesh.tp not in self._uncut:
-            menus = self.bodies.body((1, 1, mesh.tp)).least
-            times = [menu.options[0].total_s for menu in menus]
-            self._uncut[mesh.tp] = (sum(times), max(times))
-        total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[mesh.tp])
+        whole = self._fewest(mesh.dp) if self.analysis.experts else 1
+        if (whole, mesh.tp) not in self._uncut:
+            menus = self.bodies.body((1, whole, mesh.tp)).least
+            times = [whole * menu.options[0].total_s for menu in menus]
+            self._uncut[whole, mesh.tp] = (sum(times), max(times))
+        total, largest = (time_s / (count * mesh.dp) for time_s in self._uncut[whole, mesh.tp])
         splits = may_split_backward(shape.schedule, mesh, self.analysis.constraints)
         if mesh.virtual > 1 or splits:
             return max(count * total / mesh.pp, 0.0 if splits else total, count * largest)
@@ -235,8 +236,8 @@ class Ranker:
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
-        if dp == 1:
-            return 1
+        if dp == 1 or self.analysis.experts:
+            return dp  # experts are split over just so many ranks
         batch = self.analysis.batch_size
         fewest = next(n for n in range(2, dp + 1) if batch % n == 0)
         same = self.analysis.data(1, fewest).dp is self.analysis.data(1, dp).dp
