@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopar.errors import ConfigError
 from autopar.plan.types import ScheduleKind
 
 
@@ -80,6 +81,13 @@ class StageProblem:
     limit_bytes: int
     base_bytes: int = 0
     fixed_starts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.fixed_starts is not None and len(self.fixed_starts) != self.num_stages - 1:
+            raise ConfigError(
+                f"StageProblem: {len(self.fixed_starts)} fixed starts, but {self.num_stages} "
+                f"stages need {self.num_stages - 1}; consider shapes with the named stages only"
+            )
 
     @property
     def num_stages(self) -> int:
