@@ -182,17 +182,17 @@ def _reduce_scatter(request: Collective, group: dist.ProcessGroup, count: int) -
     return _Pending(_started(work), whole, lambda: block.movedim(0, dim).contiguous())
 
 
-def _reduce_and_keep_own(
-    request: Collective, group: dist.ProcessGroup, count: int
-) -> _Pending:
-    """A reduce-scatter as gloo does it (torch 2.13): an all-reduce of a copy; here of the operand."""
+def _reduce_and_keep_own(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:
+    """A reduce-scatter as gloo does it (torch 2.13), by an all-reduce, but of no copy."""
     dim = request.dim
     whole = pad(request.tensor, dim, count).movedim(dim, 0).contiguous()
     work = dist.all_reduce(whole, _OPS[request.op], group=group, async_op=True)
     own = whole.chunk(count)[dist.get_rank(group)]
-    return _Pending(_started(work), whole, lambda: own.movedim(0, dim).clone(
-        memory_format=torch.contiguous_format
-    ))
+    return _Pending(
+        _started(work),
+        whole,
+        lambda: own.movedim(0, dim).clone(memory_format=torch.contiguous_format),
+    )
 
 
 def _all_to_all(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:

@@ -19,6 +19,7 @@ from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
+from cost_models.local import is_cpu
 from cost_models.memory_timeline import StageMemory, memory_timelines
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
@@ -263,6 +264,7 @@ def _stage(
         num_microbatches=count,
         optimizer=setting.optimizer,
         pp=setting.mesh.pp,
+        is_cpu=is_cpu(setting.cluster),
     )
     figures = StageFigures(
         time=TimeParts(

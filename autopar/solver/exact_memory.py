@@ -27,6 +27,7 @@ def stage_memory(
     num_microbatches: int,
     optimizer: str,
     pp: int,
+    is_cpu: bool = False,
 ) -> StageMemory:
     """What a stage takes on one of its devices.
 
@@ -38,6 +39,7 @@ def stage_memory(
         num_microbatches: Per step.
         optimizer: For the bytes of its state.
         pp: Pipeline ranks.
+        is_cpu: Whether the devices are CPUs, whose libraries hold more than a GPU's do.
     """
     resting = gathered = grads = unreduced = state = 0
     for param in own:
@@ -71,13 +73,21 @@ def stage_memory(
         unreduced_bytes=unreduced,
         optimizer_bytes=state,
         buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp),
+        sent_bytes=_sent_bytes(programs, stage) if pp > 1 else 0,
         saved_bytes=saved_bytes(stage.forward),
+        gathers_again=zero_level >= 3 and len(programs.stages) > pp,
         programs={
-            ActionKind.FORWARD: program_memory(stage.forward),
+            ActionKind.UNSHARD: program_memory(stage.unshard, is_cpu=is_cpu),
+            ActionKind.FORWARD: program_memory(stage.forward, is_cpu=is_cpu),
             ActionKind.BACKWARD: program_memory(
-                stage.backward, freed_inputs=(InputKind.SAVED,), input_groups=groups
+                stage.backward,
+                freed_inputs=(InputKind.SAVED,),
+                input_groups=groups,
+                is_cpu=is_cpu,
             ),
-            ActionKind.REDUCE_GRAD: program_memory(stage.reduce, freed_inputs=(InputKind.GRAD,)),
+            ActionKind.REDUCE_GRAD: program_memory(
+                stage.reduce, freed_inputs=(InputKind.GRAD,), is_cpu=is_cpu
+            ),
         },
     )
 
@@ -85,7 +95,7 @@ def stage_memory(
 def _buffers_bytes(
     programs: LocalPrograms, stage: StagePrograms, num_microbatches: int, pp: int
 ) -> int:
-    """Messages, module buffers, arguments of the whole step, outputs."""
+    """Received messages, module buffers, arguments of the whole step, outputs."""
     received = sum(
         i.meta.bytes
         for graph in (stage.forward, stage.backward)
@@ -104,6 +114,17 @@ def _buffers_bytes(
         if i.kind is InputKind.USER and i.meta is not None
     )
     return received + held + users + _output_bytes(programs, stage.index, pp)
+
+
+def _sent_bytes(programs: LocalPrograms, stage: StagePrograms) -> int:
+    """Messages of one micro-batch to stages of other ranks, each once."""
+    sent = {
+        output.value.name: programs.edge_metas[output.target].bytes
+        for graph in (stage.forward, stage.backward)
+        for output in graph.outputs_of(OutputKind.SEND)
+        if output.value is not None
+    }
+    return sum(sent.values())
 
 
 def _output_bytes(programs: LocalPrograms, stage: int, pp: int) -> int:
