@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, InputKind, Node, OutputKind
 from autopar.plan.actions import Action, ActionKind
 from autopar.plan.types import MemoryParts
 from cost_models.lanes import Lane
-from cost_models.liveness import liveness
+from cost_models.liveness import cpu_workspace, liveness
 from cost_models.spans import Simulation, Span
 
 K = ActionKind
@@ -102,6 +102,7 @@ def program_memory(
     freed_inputs: Collection[InputKind] = (),
     input_groups: Mapping[str, str] | None = None,
     op_time_s: Callable[[Node], float] | None = None,
+    is_cpu: bool = False,
 ) -> ProgramMemory:
     """The memory of a program.
 
@@ -111,9 +112,14 @@ def program_memory(
         freed_inputs: As of :func:`cost_models.liveness.liveness`.
         input_groups: As there.
         op_time_s: Seconds of an operator; equal ones if left out.
+        is_cpu: Whether it runs on CPUs: see :func:`cost_models.liveness.cpu_workspace`.
     """
     found = liveness(
-        graph, held_outputs=held_outputs, freed_inputs=freed_inputs, input_groups=input_groups
+        graph,
+        held_outputs=held_outputs,
+        freed_inputs=freed_inputs,
+        input_groups=input_groups,
+        workspace=cpu_workspace(graph) if is_cpu else None,
     )
     seconds = tuple(map(op_time_s, graph.nodes)) if op_time_s is not None else ()
     return ProgramMemory(found.timeline, tuple(graph.nodes), seconds)
@@ -125,14 +131,19 @@ class StageMemory:
 
     Attributes:
         params_bytes: Parameters that are there all the time.
-        gathered_bytes: Parameters that are there from UNSHARD to RESHARD.
+        gathered_bytes: Parameters that are there from UNSHARD to RESHARD; while UNSHARD runs, its
+            program (if there is one) tells how many are there.
+        gathers_again: Whether they are gathered more than once in a step, so that values saved by
+            forwards may be there.
         grads_bytes: Gradient accumulators.
         has_lasting_grads: Whether the accumulators are there all the time; else from the end of
-            the first backward on.
+            the first backward on, or of its reduction, where they hold reduced gradients and a
+            program tells what is there while it runs.
         unreduced_bytes: Gradients of one micro-batch, from the end of its backward to the end of
             its reduction, where the accumulators do not hold them.
         optimizer_bytes: Optimizer state.
-        buffers_bytes: Module buffers, messages, arguments, outputs.
+        buffers_bytes: Module buffers, received messages, arguments, outputs.
+        sent_bytes: Messages that are kept until they have arrived.
         saved_bytes: What one micro-batch keeps from its forward to its backward.
         weight_saved_bytes: What of it, and of the gradients between operators, is kept from ``I``
             to ``W`` where the backward is split.
@@ -143,11 +154,13 @@ class StageMemory:
 
     params_bytes: int = 0
     gathered_bytes: int = 0
+    gathers_again: bool = False
     grads_bytes: int = 0
     has_lasting_grads: bool = True
     unreduced_bytes: int = 0
     optimizer_bytes: int = 0
     buffers_bytes: int = 0
+    sent_bytes: int = 0
     saved_bytes: int = 0
     weight_saved_bytes: int = 0
     offloaded_bytes: int = 0
@@ -165,8 +178,13 @@ class StageMemory:
         Args:
             num_in_flight: Most micro-batches alive at once.
         """
-        # gradients are reduced after a backward, which has freed what its forward saved
-        freed = {ActionKind.REDUCE_GRAD: self.saved_bytes if num_in_flight else 0}
+        # gradients are reduced after a backward, which has freed what its forward saved; parameters
+        # are gathered before the first forward, unless other stages take turns with this one
+        saved = self.saved_bytes * num_in_flight
+        freed = {
+            K.REDUCE_GRAD: (self.saved_bytes if num_in_flight else 0) - self.unreduced_bytes,
+            K.UNSHARD: self.gathered_bytes + (0 if self.gathers_again else saved),
+        }
         transients = [p.peak_bytes - freed.get(k, 0) for k, p in self.programs.items()]
         return MemoryParts(
             params_bytes=self.params_bytes + self.gathered_bytes,
@@ -174,7 +192,7 @@ class StageMemory:
             optimizer_bytes=self.optimizer_bytes,
             activations_bytes=num_in_flight * self.saved_bytes,
             transient_bytes=max([0, *transients]),
-            buffers_bytes=self.buffers_bytes,
+            buffers_bytes=self.buffers_bytes + self.sent_bytes,
         )
 
 
@@ -354,7 +372,7 @@ class _Device:
             params_bytes=sum(s.params_bytes for s in held),
             grads_bytes=sum(s.grads_bytes for s in held if s.has_lasting_grads),
             optimizer_bytes=sum(s.optimizer_bytes for s in held),
-            buffers_bytes=sum(s.buffers_bytes for s in held),
+            buffers_bytes=sum(s.buffers_bytes + s.sent_bytes for s in held),
         )
         self.with_grads = {s for s in own if stages[s].has_lasting_grads}
         self.gathered: set[int] = set()
@@ -390,7 +408,7 @@ class _Device:
     def _begin(self, action: Action) -> Iterator[tuple[str, int]]:
         stage = self.stages[action.stage]
         match action.kind:
-            case K.UNSHARD if action.stage not in self.gathered:
+            case K.UNSHARD if action.stage not in self.gathered and K.UNSHARD not in stage.programs:
                 self.gathered.add(action.stage)
                 yield "params", stage.gathered_bytes
             case K.FORWARD:
@@ -401,6 +419,9 @@ class _Device:
     def _end(self, action: Action) -> Iterator[tuple[str, int]]:
         stage, key = self.stages[action.stage], (action.stage, action.microbatch)
         match action.kind:
+            case K.UNSHARD if action.stage not in self.gathered:
+                self.gathered.add(action.stage)
+                yield "params", stage.gathered_bytes
             case K.RESHARD if action.stage in self.gathered:
                 self.gathered.discard(action.stage)
                 yield "params", -stage.gathered_bytes
@@ -411,18 +432,25 @@ class _Device:
             case K.BACKWARD | K.BACKWARD_WEIGHT:
                 is_whole = action.kind is K.BACKWARD
                 yield "saved", -(stage.saved_bytes if is_whole else stage.weight_saved_bytes)
-                if action.stage not in self.with_grads:
-                    self.with_grads.add(action.stage)
-                    yield "grads", stage.grads_bytes
+                if not (stage.unreduced_bytes and K.REDUCE_GRAD in stage.programs):
+                    yield from self._first_grads(action.stage)
                 self.unreduced.add(key)
                 yield "waiting", stage.unreduced_bytes
             case K.REDUCE_GRAD:
                 done = {k for k in self.unreduced if k[0] == key[0] and key[1] in (k[1], None)}
                 self.unreduced -= done
                 yield "waiting", -len(done) * stage.unreduced_bytes
+                yield from self._first_grads(action.stage)
+
+    def _first_grads(self, stage: int) -> Iterator[tuple[str, int]]:
+        if stage not in self.with_grads:
+            self.with_grads.add(stage)
+            yield "grads", self.stages[stage].grads_bytes
 
     def _inside(self, run: _Run, parts: MemoryParts) -> Iterator[MemoryPoint]:
         program = self.stages[run.action.stage].programs.get(run.action.kind)
+        if run.action.kind is K.UNSHARD and run.action.stage in self.gathered:
+            return  # they are there already
         if program is None or not program.timeline:
             return
         if id(program) not in self.moments:

@@ -56,9 +56,6 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
             found += [Shape(mesh, count, kind, warmup) for kind in _schedules(analysis, mesh)]
     if not found:
         raise _nothing(analysis, batch)
-    if wish.boundaries:
-        stages = len(wish.boundaries) + 1
-        found = [s for s in found if s.mesh.num_stages == stages]
     return tuple(found)
 
 
@@ -84,6 +81,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     is_open = wish.virtual is None
                     is_vain = pp == 1 or mesh.num_stages > blocks or not analysis.is_interleavable
                     if is_open and virtual > 1 and is_vain:
+                        continue
+                    if wish.boundaries and mesh.num_stages != len(wish.boundaries) + 1:
                         continue
                     if mesh not in seen:
                         seen.add(mesh)

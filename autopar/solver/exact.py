@@ -21,6 +21,7 @@ from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
+from cost_models.local import is_cpu
 from cost_models.memory_timeline import MemoryPoint, StageMemory, memory_timelines, order_timeline
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
@@ -297,6 +298,7 @@ def _stage(
         pp=setting.mesh.pp,
         halves=halves,
         receives_ahead=receives_ahead(setting.warmup),
+        is_cpu=is_cpu(setting.cluster),
     )
     figures = StageFigures(
         time=TimeParts(

@@ -31,6 +31,7 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
     pp: int,
     halves: BackwardHalves | None = None,
     receives_ahead: int = 0,
+    is_cpu: bool = False,
 ) -> StageMemory:
     """What a stage takes on one of its devices.
 
@@ -44,6 +45,7 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
         pp: Pipeline ranks.
         halves: The backward in two, if it is run so.
         receives_ahead: Micro-batches that are received before their turn.
+        is_cpu: Whether the devices are CPUs, whose libraries hold more than a GPU's do.
     """
     resting = gathered = grads = unreduced = state = 0
     for param in own:
@@ -69,7 +71,7 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
                 shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
                 meta = TensorMeta(shape, param.meta.dtype)
                 state += optimizer_state_bytes(optimizer, meta)
-    programs_memory, kept_bytes = _programs(stage, halves)
+    programs_memory, kept_bytes = _programs(stage, halves, is_cpu=is_cpu)
     return StageMemory(
         params_bytes=resting,
         gathered_bytes=gathered,
@@ -77,34 +79,43 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
         unreduced_bytes=unreduced,
         optimizer_bytes=state,
         buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp, receives_ahead),
+        sent_bytes=_sent_bytes(programs, stage) if pp > 1 else 0,
         saved_bytes=saved_bytes(stage.forward),
         weight_saved_bytes=kept_bytes,
+        gathers_again=zero_level >= 3 and len(programs.stages) > pp,
         programs=programs_memory,
     )
 
 
 def _programs(
-    stage: StagePrograms, halves: BackwardHalves | None
+    stage: StagePrograms, halves: BackwardHalves | None, *, is_cpu: bool
 ) -> tuple[dict[ActionKind, ProgramMemory], int]:
     """Transients of a stage's programs, and the bytes kept between the halves of a backward."""
     groups = {name: keys[0] for name, keys in saved_storages(stage.forward).items() if keys}
     found = {
-        ActionKind.FORWARD: program_memory(stage.forward),
-        ActionKind.REDUCE_GRAD: program_memory(stage.reduce, freed_inputs=(InputKind.GRAD,)),
+        ActionKind.UNSHARD: program_memory(stage.unshard, is_cpu=is_cpu),
+        ActionKind.FORWARD: program_memory(stage.forward, is_cpu=is_cpu),
+        ActionKind.REDUCE_GRAD: program_memory(
+            stage.reduce, freed_inputs=(InputKind.GRAD,), is_cpu=is_cpu
+        ),
     }
     freed = (InputKind.SAVED,)
     if halves is None:
         found[ActionKind.BACKWARD] = program_memory(
-            stage.backward, freed_inputs=freed, input_groups=groups
+            stage.backward, freed_inputs=freed, input_groups=groups, is_cpu=is_cpu
         )
         return found, 0
     kept, later = _kept(stage, halves)
     # what the first half makes for the second counts while it runs, then as kept
     found[ActionKind.BACKWARD_INPUT] = program_memory(
-        halves.inputs, held_outputs=(), freed_inputs=freed, input_groups=groups
+        halves.inputs,
+        held_outputs=(),
+        freed_inputs=freed,
+        input_groups=groups,
+        is_cpu=is_cpu,
     )
     found[ActionKind.BACKWARD_WEIGHT] = program_memory(
-        halves.weights, freed_inputs=freed, input_groups=later
+        halves.weights, freed_inputs=freed, input_groups=later, is_cpu=is_cpu
     )
     return found, sum(kept.values())
 
@@ -136,7 +147,7 @@ def _buffers_bytes(
     pp: int,
     receives_ahead: int,
 ) -> int:
-    """Messages, module buffers, arguments of the whole step, outputs."""
+    """Received messages, module buffers, arguments of the whole step, outputs."""
     received = sum(
         (1 + receives_ahead) * i.meta.bytes
         for graph in (stage.forward, stage.backward)
@@ -155,6 +166,17 @@ def _buffers_bytes(
         if i.kind is InputKind.USER and i.meta is not None
     )
     return received + held + users + _output_bytes(programs, stage.index, pp)
+
+
+def _sent_bytes(programs: LocalPrograms, stage: StagePrograms) -> int:
+    """Messages of one micro-batch to stages of other ranks, each once."""
+    sent = {
+        output.value.name: programs.edge_metas[output.target].bytes
+        for graph in (stage.forward, stage.backward)
+        for output in graph.outputs_of(OutputKind.SEND)
+        if output.value is not None
+    }
+    return sum(sent.values())
 
 
 def _output_bytes(programs: LocalPrograms, stage: int, pp: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopar.errors import ConfigError
 from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
@@ -106,6 +107,13 @@ class StageProblem:
     fixed_starts: tuple[int, ...] | None = None
     placement: StagePlacement = StagePlacement.LOOP
     together: tuple[tuple[Mapping[int, Alive], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.fixed_starts is not None and len(self.fixed_starts) != self.num_stages - 1:
+            raise ConfigError(
+                f"StageProblem: {len(self.fixed_starts)} fixed starts, but {self.num_stages} "
+                f"stages need {self.num_stages - 1}; consider shapes with the named stages only"
+            )
 
     @property
     def num_stages(self) -> int:

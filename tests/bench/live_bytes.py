@@ -1,7 +1,8 @@
 """Most bytes that torch's CPU allocator holds at once while something runs.
 
 The CPU allocator keeps no statistics, but the profiler records each of its allocations and frees.
-What lived before it began is counted apart, storage by storage.
+What lived before it began is counted apart, storage by storage. What other threads free (a sent
+message, when it has arrived) is not recorded: it counts until its memory is given out again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,13 +41,20 @@ def peak_allocated_bytes(run: Callable[[], object]) -> int:
 def _peak(changes: Iterable[tuple[float, int, int]]) -> int:
     """Peak of the running sum; frees of what was allocated before are left out."""
     held: dict[int, int] = {}
+    begins: list[int] = []  # of what is held, sorted
     total = peak = 0
     for _, address, size in sorted(changes, key=lambda c: c[0]):
+        first = bisect_left(begins, address)
+        last = first + (first < len(begins) and begins[first] == address)
+        if size > 0:
+            if first and begins[first - 1] + held[begins[first - 1]] > address:
+                first -= 1
+            last = bisect_left(begins, address + size)
+        total -= sum(map(held.pop, begins[first:last]))
+        begins[first:last] = [address] if size > 0 else []
         if size > 0:
             held[address] = size
             total += size
-        else:
-            total -= held.pop(address, 0)
         peak = max(peak, total)
     return peak
 

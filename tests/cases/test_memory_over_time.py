@@ -19,7 +19,7 @@ from autopar.solver.exact import Setting, exact_figures
 from cost_models.analytic import AnalyticCostModel
 from cost_models.memory_timeline import memory_timelines
 from tests.cases.eager_parity import plan_for, problem_for
-from tests.equivalence.harness import run
+from tests.equivalence.harness import problem_of, run
 from tests.zoo import build
 
 GPIPE = ScheduleKind.GPIPE
@@ -37,6 +37,15 @@ PLANS = {
     "ZeRO-3": {"dp": 2, "num_microbatches": 2, "zero": 3},
     "tensor": {"tp": 2},
 }
+
+
+class WithLoss(torch.nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x).square().mean()
 
 
 class Meter(TorchDispatchMode):
@@ -105,7 +114,8 @@ def problem():
 def figured(problem, word, degrees):
     plan = plan_for(problem.graph, recompute=word, **degrees)
     programs = localize(problem.graph, decisions_of(plan, problem.graph), problem.signatures)
-    cluster = parse_devices(str(plan.mesh.num_ranks))
+    # ranks of a simulation hold what a GPU's do: no library of a CPU has copies of its own
+    cluster = parse_devices(f"{plan.mesh.num_ranks}:h100-sxm")
     setting = Setting(
         cluster=cluster,
         model=AnalyticCostModel(cluster),
@@ -167,9 +177,29 @@ def test_simulated_ranks_hold_no_more_and_little_less(problem, name, word, meter
     # what is there before the first action is not measured; nor are gradients there before the
     # first backward
     made = [
-        replace(s.held, params_bytes=0, optimizer_bytes=0, has_lasting_grads=False)
+        replace(s.held, params_bytes=0, optimizer_bytes=0, sent_bytes=0, has_lasting_grads=False)
         for s in figures.stages
     ]
     for rank, timeline in enumerate(memory_timelines(figures.simulation, made)):
         measured = meter.peak_bytes[rank * plan.mesh.dp * plan.mesh.tp]
-        assert measured <= timeline.peak_bytes <= 1.14 * measured, (rank, timeline.peak.where)
+        assert measured <= timeline.peak_bytes <= 1.15 * measured, (rank, timeline.peak.where)
+
+
+def test_a_stage_in_buckets_holds_no_more_and_little_less(meter):
+    # parameters of both kinds, spread over their first and over another dim; next to no activations
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.Linear(384, 96))]
+    layers += [torch.nn.Linear(96, 96) for _ in range(2)]
+    model = WithLoss(torch.nn.Sequential(*layers))
+    problem = problem_of(model, {"x": torch.randn(4, 96)})
+    plan, programs, figures = figured(problem, "none", {"dp": 2, "zero": 3})
+    (stage,) = programs.stages
+    for graph in (stage.unshard, stage.reduce):
+        assert {"local.pack", "local.unpack"} <= {node.op for node in graph.nodes}
+    with meter:
+        run(problem, programs, plan.mesh, 1, plan.schedule, [3])
+    held = figures.stages[0].held
+    held = replace(held, params_bytes=0, optimizer_bytes=0, has_lasting_grads=False)
+    (timeline,) = memory_timelines(figures.simulation, [held])
+    measured = meter.peak_bytes[0]
+    assert measured <= timeline.peak_bytes <= 1.1 * measured, timeline.peak.where
