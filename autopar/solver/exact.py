@@ -270,13 +270,7 @@ def _stage(
     prologue = price(stage.prologue, "once per step", 1)
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]
-    trained = [p for p in own if p.owner == stage.index and p.requires_grad]
-    updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
-    update_s: float | None = None
-    if isinstance(setting.model, HostCosts):
-        update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
-    if update_s is None:
-        update_s = updated_bytes * setting.optimizer_s_per_byte
+    update_s = _update_seconds(programs, stage.index, setting)
     tied_s = _tied_seconds(programs, stage.index, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,
@@ -324,6 +318,17 @@ def _stage(
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
     )
     return figures, seconds, finish.total_s
+
+
+def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+    """Seconds of the optimizer's step over the parameters that a stage owns."""
+    owned = [p for p in programs.params.values() if p.owner == stage]
+    trained = [p for p in owned if p.requires_grad]
+    updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
+    update_s: float | None = None
+    if isinstance(setting.model, HostCosts):
+        update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
+    return updated_bytes * setting.optimizer_s_per_byte if update_s is None else update_s
 
 
 def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:

@@ -5,8 +5,7 @@
 2. The new plan is searched. For one mesh the search begins with shapes of the old ``tp``, which its
    blocks' splits fit; all shapes are searched on request, or if none of those is feasible.
 3. What both need to move is worked out exactly (:mod:`autopar.plan.migration`). Moving costs
-seconds
-   once, the faster plan saves some each step: the break-even is where they meet.
+   seconds once, the faster plan saves some each step: the break-even is where they meet.
 """
 
 from __future__ import annotations
