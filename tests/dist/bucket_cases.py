@@ -13,9 +13,8 @@ import torch
 import autopar
 from autopar.sharding import buckets
 from tests.cases.test_buckets import Uneven
-from tests.dist.ranks import RANK, whole
+from tests.dist.ranks import RANK, WORLD, whole
 
-SIZE = int(os.environ["WORLD_SIZE"])
 FULL = buckets.BUCKET_BYTES
 PLANS = {
     2: {
@@ -39,7 +38,7 @@ def trained(most_bytes: int, how: dict[str, object]) -> tuple[object, dict[str, 
     model = Uneven().double()
     ids = torch.randint(0, 13, (8, 3))
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
-    model = autopar.compile(model, f"{SIZE}:cpu", batch, **how)
+    model = autopar.compile(model, f"{WORLD}:cpu", batch, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for _ in range(2):  # the second is added to memory of the first
         model(**batch).backward()
@@ -57,7 +56,7 @@ def trained(most_bytes: int, how: dict[str, object]) -> tuple[object, dict[str, 
 
 def main() -> None:
     facts = {}
-    for name, degrees in PLANS[SIZE].items():
+    for name, degrees in PLANS[WORLD].items():
         facts[name] = ""
         try:
             plan, wanted = trained(0, degrees)
