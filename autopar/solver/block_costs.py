@@ -193,6 +193,7 @@ class _Table:
     keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
     home: dict[str, int] = field(default_factory=dict)
+    remade_bytes: dict[int, int] = field(default_factory=dict)
 
     def build(self) -> _Base:
         for variable, at in zip(self.problem.variables, self.options, strict=True):
@@ -212,6 +213,7 @@ class _Table:
             if key not in known:
                 known[key] = (block.index, *self._menu(block.index, cost, word))
             first, options, remade = known[key]
+            self.remade_bytes[block.index] = self.remade_bytes[first]
             menus.append((key, options))
             recompute.append(
                 {
@@ -295,8 +297,13 @@ class _Table:
             self.analysis.data(self.sizes[0], self.sizes[1]).choices
         )
         choices["tp"] = tp_choices(self.problem, self.options)
+        spare = self.localizer.spares[block]
         problem = self.localizer.problem(
-            block, self.sizes, choices, lambda node, metas: self.prices.nodes_s((node,), metas)
+            block,
+            self.sizes,
+            choices,
+            lambda node, metas: self.prices.nodes_s((node,), metas),
+            spare_s=sum(self.node_s.get(n, 0.0) for n in spare.operators) if spare else 0.0,
         )
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
@@ -304,15 +311,20 @@ class _Table:
         for name, point in zip(_names(points, word), points, strict=True):
             found = point.figures
             remade[name] = point.groups
+            transient = found.transient_bytes
+            if spare and spare.name in point.groups:
+                transient += self.remade_bytes[block - 1]
             options.append(
                 Option(
                     name=name,
                     forward_s=cost.forward_s,
                     backward_s=cost.backward_s + found.extra_s,
                     saved_bytes=found.saved_bytes + common,
-                    transient_bytes=found.transient_bytes,
+                    transient_bytes=transient,
                 )
             )
+        sizes = [o.saved_bytes for o in options]
+        self.remade_bytes[block] = max(sizes) - min(sizes)
         return tuple(options), remade
 
     def _points(
@@ -325,7 +337,7 @@ class _Table:
             names = self.localizer.candidates(block)
         if word == "selective":
             names = light_operators(self.analysis, names)
-        numbers = {name: i for i, name in enumerate(problem.groups)}
+        numbers = {group[0]: i for i, group in enumerate(problem.groups) if len(group) == 1}
         found = figures(problem, [numbers[n] for n in names if n in numbers])
         return (MenuPoint(groups=tuple(names), figures=found),)
 

@@ -39,7 +39,6 @@ from autopar.solver.recompute_problem import (
 )
 
 MENU_SIZE = 8
-MAX_SOLVES = 14
 NODE_LIMIT = 400
 TIE_WEIGHT = 1e-6  # of bytes beside seconds: among equally fast choices the leanest
 
@@ -187,7 +186,7 @@ class _Search:
         """The fastest choice within a budget."""
         self._budget.upper_bound = (budget_bytes + 0.5) / self._unit_bytes
         found, gap = self._solve(self._seconds, self._bytes)
-        names = tuple(self.problem.groups[g] for g in sorted(found.remade))
+        names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
         return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
 
     def _solve(
@@ -223,7 +222,7 @@ class _Search:
     def halve(self, points: list[MenuPoint], size: int) -> None:
         """Put points into the largest gaps of a menu that has its ends."""
         spans = _spans(points)
-        for _ in range(MAX_SOLVES):
+        for _ in range(2 * size):
             if len(points) >= size or not spans:
                 return
             spans.sort(key=lambda s: (-_area(s), s[0].figures.saved_bytes))

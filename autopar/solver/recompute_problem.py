@@ -4,7 +4,8 @@ The problem speaks of the *local* operators of one block: those that
 :mod:`autopar.sharding.localize` emits, collectives included, each with its seconds and with the
 storages that it makes and reads. A *group* is all local operators of
 one operator of the graph (a matmul and the collective that resolves its sum): they are remade
-together or not at all, as in :class:`~autopar.sharding.decisions.Decisions`.
+together or not at all, as in :class:`~autopar.sharding.decisions.Decisions`. What comes from the
+block before may be a group as well: it stands for the operators that lead to it there.
 
 A choice is a set of groups. What backward reads is kept, unless its operator is in the set: then
 it is made again from its own operands, which are kept or made again in turn. Views are always made
@@ -70,7 +71,7 @@ class RecomputeProblem:
             (parameters) or counts with another block.
         forward_roots: Values that forward must yield whatever is kept.
         backward_roots: Values that backward must yield.
-        groups: Names of the groups: operators of the graph.
+        groups: Operators of the graph in each group.
     """
 
     ops: tuple[BlockOp, ...]
@@ -79,7 +80,7 @@ class RecomputeProblem:
     kept_bytes: tuple[int, ...]
     forward_roots: tuple[int, ...]
     backward_roots: tuple[int, ...]
-    groups: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
 
     @property
     def first_reads(self) -> tuple[int, ...]:
