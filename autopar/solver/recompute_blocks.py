@@ -84,9 +84,11 @@ class BlockLocalizer:
             nodes[n].refs()[0] for n in crossing if nodes[n].op == "getitem"
         }
         needs = self._needs()
-        self.common = tuple(n for n in needs if self._is_common(n))
+        in_backward = set().union(*self._needed)
+        common = tuple(n for n in needs if self._is_common(n))
+        self.common = tuple(n for n in common if n in in_backward)
         self._counted_at = {n: min(blocks) for n, blocks in needs.items()}
-        self._counted_at.update(dict.fromkeys(self.common, -1))
+        self._counted_at.update(dict.fromkeys(common, -1))
         self.spares = self._spares()
 
     def _is_common(self, name: str) -> bool:
@@ -163,14 +165,24 @@ class BlockLocalizer:
                 continue
             operators[name] = None
             stack.extend(self.analysis.refs[name])
-        if names[0] not in operators or self._counted_at.get(names[0]) != block:
+        if names[0] not in operators or nodes[names[0]].op in VIEW_OPS:
             return None
-        order = [n for n in chain.blocks[block - 1].forward if n in operators]
+        if self._counted_at.get(names[0]) != block:
+            return None
+        order = [
+            n
+            for n in chain.blocks[block - 1].forward
+            if n in operators and nodes[n].op not in VIEW_OPS
+        ]
         return Spare(names[0], tuple(order))
 
     def _is_at_hand(self, name: str, block: int) -> bool:
-        """Whether the backward of a block, or of all, has a value that it did not make."""
-        return name in self._needed[block] or name in self.common or self._is_common(name)
+        """Whether a block has a value that it did not make, at the latest when it keeps little.
+
+        What enters it is kept by the leaner of its choices, though not by those that keep what is
+        made of it: such a pair of choices keeps more than is estimated.
+        """
+        return self._counted_at.get(name) == block or self._is_common(name)
 
     def _flops_per_byte(self, spare: Spare | None) -> float:
         if spare is None:
