@@ -14,9 +14,12 @@ Without (4) and (6) every row is an implication between two variables, so the re
 (a closure problem); with them it nearly is, and SCIP ends at or near the root. A sum over *closed
 cones* is exact where a knapsack over single values is not: making a chain again costs all of it.
 
-A menu is found by halving: the two ends first (no seconds; fewest bytes), then again and again a
-budget in the middle of the gap whose rectangle of bytes times seconds is largest. Every point is of
-least seconds for its bytes, and none can be improved in one without losing in the other.
+A menu has the two ends first (no seconds; fewest bytes, to 1/500 of all), then the corners of the
+lower convex hull,
+which are the best when many equal blocks share a memory: without row (6), of least ``seconds +
+slope * bytes`` for the slope between two neighbours. Where places are left, a budget is put in the
+middle of the gap whose rectangle of bytes times seconds is largest, again and again. Every point is
+of least seconds for its bytes, and none can be improved in one without losing in the other.
 
 Source: the closure form after Checkmate's rows of one stage (Jain et al., MLSys 2020) with the
 order of recomputing fixed to "right before the first reader"; the halving is ours.
@@ -24,8 +27,9 @@ order of recomputing fixed to "right before the first reader"; the halving is ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
@@ -40,6 +44,8 @@ from autopar.solver.recompute_problem import (
 
 MENU_SIZE = 8
 NODE_LIMIT = 400
+HULL_TOLERANCE = 1e-7
+STEP = 2e-3  # share of all bytes that makes two choices worth telling apart
 TIE_WEIGHT = 1e-6  # of bytes beside seconds: among equally fast choices the leanest
 
 
@@ -77,6 +83,8 @@ def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple
     points = [fast]
     if lean.figures.saved_bytes < fast.figures.saved_bytes:
         points.append(lean)
+        search.corners(points)
+        _thin(points, size)
         search.halve(points, size)
     return tuple(points)
 
@@ -91,6 +99,7 @@ class _Search:
     _bytes: dict[mathopt.Variable, float] = field(default_factory=dict)
     _unit_s: float = 1.0
     _unit_bytes: float = 1.0
+    _step_bytes: int = 0
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -98,6 +107,7 @@ class _Search:
         nothing = figures(problem, ())
         self._unit_s = everything.extra_s or 1.0
         self._unit_bytes = float(max(nothing.saved_bytes, 1))
+        self._step_bytes = int(nothing.saved_bytes * STEP)
         self._model = mathopt.Model(name="recompute")
         self._rows()
 
@@ -176,16 +186,19 @@ class _Search:
 
     # -- solving -------------------------------------------------------------------------------
     def ends(self) -> tuple[MenuPoint, MenuPoint]:
-        """The leanest of the fastest choices, and the fastest of the leanest."""
+        """The leanest of the fastest choices, and the fastest of (nearly) the leanest."""
         fast = self.at(figures(self.problem, ()).saved_bytes)
         least = self._solve(self._bytes, self._seconds)
-        lean = self.at(least[0].saved_bytes)
+        lean = self.at(least[0].saved_bytes + self._step_bytes)
         return fast, lean
 
     def at(self, budget_bytes: int) -> MenuPoint:
         """The fastest choice within a budget."""
         self._budget.upper_bound = (budget_bytes + 0.5) / self._unit_bytes
         found, gap = self._solve(self._seconds, self._bytes)
+        return self._point(found, gap)
+
+    def _point(self, found: Figures, gap: float) -> MenuPoint:
         names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
         return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
 
@@ -218,7 +231,27 @@ class _Search:
             gap = max(0.0, result.objective_value() - result.best_objective_bound())
         return figures(self.problem, chosen), gap
 
-    # -- halving -------------------------------------------------------------------------------
+    # -- menus ---------------------------------------------------------------------------------
+    def corners(self, points: list[MenuPoint]) -> None:
+        """Add the corners of the lower convex hull to a menu that has its ends."""
+        self._budget.upper_bound = 2.0  # binds nothing
+        waiting = [(points[0], points[-1])]
+        while waiting:
+            fast, lean = waiting.pop()
+            less = (fast.figures.saved_bytes - lean.figures.saved_bytes) / self._unit_bytes
+            more = (lean.figures.extra_s - fast.figures.extra_s) / self._unit_s
+            weights = {v: c * less for v, c in self._seconds.items()}
+            weights |= {v: c * more for v, c in self._bytes.items()}
+            found, gap = self._solve(weights, {})
+            point = self._point(found, gap)
+            size, time_s = found.saved_bytes / self._unit_bytes, found.extra_s / self._unit_s
+            lowest = lean.figures.saved_bytes / self._unit_bytes
+            line = more * lowest + less * lean.figures.extra_s / self._unit_s
+            if more * size + less * time_s < line * (1 - HULL_TOLERANCE):
+                points.append(point)
+                waiting += [(point, lean), (fast, point)]
+        points.sort(key=lambda p: -p.figures.saved_bytes)
+
     def halve(self, points: list[MenuPoint], size: int) -> None:
         """Put points into the largest gaps of a menu that has its ends."""
         spans = _spans(points)
@@ -237,13 +270,24 @@ class _Search:
             points.append(found)
             points.sort(key=lambda p: -p.figures.saved_bytes)
             spans += [(fast, found, middle + 1), (found, lean, floor)]
-            spans = [s for s in spans if s[0].figures.saved_bytes - s[2] > 1]
+            spans = [s for s in spans if s[0].figures.saved_bytes - s[2] > 1 + self._step_bytes]
 
 
-def _spans(points: Iterable[MenuPoint]) -> list[tuple[MenuPoint, MenuPoint, int]]:
+def _spans(points: Sequence[MenuPoint]) -> list[tuple[MenuPoint, MenuPoint, int]]:
     """Gaps of a menu: (fast end, lean end, fewest bytes where a point may still be)."""
-    fast, lean = points
-    return [(fast, lean, lean.figures.saved_bytes)]
+    return [(fast, lean, lean.figures.saved_bytes) for fast, lean in pairwise(points)]
+
+
+def _thin(points: list[MenuPoint], size: int) -> None:
+    """Leave out corners that lie nearest to the line between their neighbours."""
+    while len(points) > max(size, 2):
+        losses = []
+        for at in range(1, len(points) - 1):
+            a, b, c = (p.figures for p in points[at - 1 : at + 2])
+            share = (a.saved_bytes - b.saved_bytes) / (a.saved_bytes - c.saved_bytes)
+            loss_s = a.extra_s + share * (c.extra_s - a.extra_s) - b.extra_s
+            losses.append((loss_s * (a.saved_bytes - c.saved_bytes), at))
+        del points[min(losses)[1]]
 
 
 def _area(span: tuple[MenuPoint, MenuPoint, int]) -> float:

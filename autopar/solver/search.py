@@ -28,6 +28,7 @@ from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.loosen import loosened
 from autopar.solver.ranking import Misfit, Ranked, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
@@ -162,6 +163,18 @@ class _Search:
             if not self.gives_remedy:
                 raise InfeasibleError("no plan fits")
             raise self._infeasible(outcomes)
+        if not self._is_late():
+            first, winner = (
+                winner,
+                loosened(
+                    winner,
+                    evaluate=lambda ranked: self._evaluate(analysis, ranked),
+                    ranker=ranker,
+                    limit_bytes=self.limit_bytes,
+                ),
+            )
+            outcomes = [winner if o is first else o for o in outcomes]
+            self._phase("exact")
         self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=outcomes,
