@@ -1,8 +1,8 @@
-"""Uses memory that estimates had left: less is made again where exact figures leave room.
+"""Uses the memory that estimates leave: less is made again where exact figures have room.
 
 Stages are cut under estimated bytes, which add the largest transient of any block to all that is
-kept. The exact peak of the plan that comes out may lie below; the limit of the estimate is then
-raised by the difference, and the plan is cut again. What does not fit, or is no faster, is dropped.
+kept; the exact peak differs. The limit of the estimate is moved by that difference and options are
+chosen anew for the same cuts, a few times. The fastest choice that fits counts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable
 from autopar.solver.assemble import Outcome
 from autopar.solver.ranking import Misfit, Ranked, Ranker
 
-TRIES = 4
-LEAST_GAIN = 1e-6  # of the seconds of a step
-LEAST_ROOM = 1e-3  # of the limit
+TRIES = 5
+STEP = 4e-3  # share of the limit by which tries differ at least
 
 
 def loosened(
@@ -32,31 +31,32 @@ def loosened(
         ranker: Cuts stages.
         limit_bytes: Memory of a device.
     """
-    best = outcome
-    low = min(best.ranked.stage_problem.limit_bytes, limit_bytes)
-    high: int | None = None
+    best = last = outcome
+    step = int(limit_bytes * STEP)
+    fits, exceeds = max(outcome.ranked.stages.memory_bytes), 0
     for _ in range(TRIES):
-        if all(len(b.options) == 1 for b in best.ranked.stage_problem.blocks):
+        blocks = last.ranked.stage_problem.blocks
+        if set(best.ranked.recompute_words) == {"none"} or all(len(b.options) == 1 for b in blocks):
             return best
-        if set(best.ranked.recompute_words) == {"none"}:
+        wide = max(limit_bytes - _excess_bytes(last), fits + step)
+        if exceeds:
+            wide = min(wide, exceeds - step)
+        if wide <= fits:
             return best
-        wide = limit_bytes + _spare_bytes(best) if high is None else (low + high) // 2
-        if wide - low <= LEAST_ROOM * limit_bytes:
-            return best
-        found = ranker.refine(best.ranked, wide)
+        found = ranker.reopened(best.ranked, wide)
         if isinstance(found, Misfit):
             return best
-        trial = evaluate(found)
-        if not trial.fits:
-            high = wide
+        last = evaluate(found)
+        if not last.fits:
+            exceeds = wide
             continue
-        low = wide
-        if trial.figures.step_s < best.figures.step_s * (1 - LEAST_GAIN):
-            best = trial
+        fits = wide
+        if last.figures.step_s < best.figures.step_s:
+            best = last
     return best
 
 
-def _spare_bytes(outcome: Outcome) -> int:
-    """By how much every rank's estimate exceeds its exact peak."""
+def _excess_bytes(outcome: Outcome) -> int:
+    """The most by which a rank's exact peak exceeds its estimate; negative if all are below."""
     estimates, peaks = outcome.ranked.stages.memory_bytes, outcome.figures.rank_bytes
-    return min(a - b for a, b in zip(estimates, peaks, strict=True))
+    return max(b - a for a, b in zip(estimates, peaks, strict=True))

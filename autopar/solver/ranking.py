@@ -38,6 +38,7 @@ from cost_models.simulate import StageSeconds, simulate
 
 Sizes = tuple[int, int, int]
 BISECTIONS = 30
+REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +228,19 @@ class Ranker:
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
+
+    def reopened(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
+        """The same cuts with options chosen anew under another limit, from the ones it has."""
+        old, stages = ranked.stage_problem, ranked.stages
+        problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
+        self.num_stage_solves += 1
+        found = solve_stages(
+            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
+        )
+        problem = replace(problem, fixed_starts=old.fixed_starts)
+        if found is None:
+            return Misfit(ranked.shape, ranked.zero_level, problem)
+        return self._estimated(replace(ranked, stage_problem=problem, stages=found))
 
     def rank(self, shape: Shape, *, limit_bytes: int = 0) -> Ranked | Misfit:
         """A good choice for a shape: cuts are greedy.
