@@ -2,8 +2,9 @@
 
 A figure that a device or a link has is in its description (:mod:`autopar.cluster.presets`). These
 hold for all; each is a property of a kind of operation or of a named kernel, never of who measured
-it. ``[fitted]``: on published training runs by ``tests/bench/fit_constants.py``, all GPU types
-together; ``[published]``: from the source named; ``[general]``: typical for the class.
+it. ``[fitted]``: on published training runs of all GPU types together, rounded by hand
+(``tests/bench/fit_constants.py`` fits again); ``[published]``: from the source named;
+``[general]``: typical for the class.
 """
 
 from __future__ import annotations

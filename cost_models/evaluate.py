@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ConfigError
-from autopar.ir.graph import Graph, Meta, Node, Phase
+from autopar.ir.graph import Graph, Meta, Node, Phase, Ref, TensorMeta
 from autopar.plan.types import CollectiveTotal
 from cost_models.base import CostModel
 from cost_models.flops import flops as op_flops
 from cost_models.flops import tensors
+
+LAYOUT_COPY = "autopar.layout_copy"
+"""Name under which a copy into another order of dims is priced."""
 
 # Positional index of the mesh axis in the arguments of a collective.
 AXIS_ARGUMENT: Mapping[str, int] = {
@@ -89,7 +92,7 @@ def evaluate_program(
             axis = collective_axis(node)
             payload = payload_bytes(operands[:1], node.meta)
             kind = node.op.removeprefix("comm.")
-            time_s = model.collective_time_s(kind, payload, groups.get(axis, (0,)))
+            time_s = collective_s(node, operands[0], model, groups.get(axis, (0,)))
             comm_s += time_s
             axis_comm_s[axis] = axis_comm_s.get(axis, 0.0) + time_s
             row = totals.setdefault((kind, axis), [0, 0, 0.0])
@@ -120,6 +123,42 @@ def evaluate_program(
             for (kind, axis), (count, payload, time_s) in sorted(totals.items())
         ),
     )
+
+
+def collective_s(node: Node, operand: Meta, model: CostModel, ranks: Sequence[int]) -> float:
+    """Seconds of a ``comm.*`` operator with the copies that it makes.
+
+    Args:
+        node: The operator.
+        operand: What a rank puts in.
+        model: The prices.
+        ranks: Global ranks of the group.
+    """
+    payload = payload_bytes([operand], node.meta)
+    kind = node.op.removeprefix("comm.")
+    time_s = model.collective_time_s(kind, payload, ranks)
+    if len(ranks) > 1:
+        copies = layout_copies(node, operand)
+        time_s += sum(model.op_time_s(LAYOUT_COPY, (Ref("x"),), [m], m) for m in copies)
+    return time_s
+
+
+def layout_copies(node: Node, operand: Meta) -> tuple[TensorMeta, ...]:
+    """What is copied around a ``comm.*`` operator.
+
+    Backends move contiguous blocks: a dim that is not the first is brought to the front before,
+    and back after. The results of an all-to-all are put side by side in any case.
+    """
+    result = node.meta
+    if not isinstance(operand, TensorMeta) or not isinstance(result, TensorMeta):
+        return ()
+    at = {"comm.all_gather": 1, "comm.reduce_scatter": 2, "comm.all_to_all": 2}.get(node.op)
+    dim = node.args[at] if at is not None else 0
+    assert isinstance(dim, int)
+    is_in_front = all(size == 1 for size in operand.shape[: dim % max(1, len(operand.shape))])
+    if node.op == "comm.all_to_all":
+        return (result,) if is_in_front else (operand, result)
+    return () if is_in_front else (operand, result)
 
 
 def collective_axis(node: Node) -> str:

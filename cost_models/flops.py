@@ -13,6 +13,7 @@ from math import prod
 from types import MappingProxyType
 
 from autopar.ir.graph import Arg, Meta, Ref, TensorMeta
+from autopar.sharding.buckets import UNPACK, lies_as_it_is
 
 
 class OpClass(StrEnum):
@@ -379,8 +380,23 @@ def _lookup_backward(bound: Bound, operands: Sequence[Meta], results: Meta) -> W
     )
 
 
+def _unpack(bound: Bound, operands: Sequence[Meta], results: Meta) -> Work | None:
+    """What lies as it is in a bucket is a view of it; all else is copied."""
+    flat, dims = _tensor(bound, 0), bound[2]
+    if flat is None or not isinstance(dims, tuple):
+        return None
+    pairs = zip(tensors(results), dims, strict=True)
+    copied = [
+        meta.bytes
+        for meta, dim in pairs
+        if not lies_as_it_is(dim if isinstance(dim, int) else None, flat.shape[0])
+    ]
+    return Work(op_class=OpClass.MEMORY, moved_bytes=2.0 * sum(copied)) if copied else FREE
+
+
 _RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        UNPACK: _unpack,
         "aten.mm.default": _mm,
         "aten.bmm.default": _mm,
         "aten.matmul.default": _mm,

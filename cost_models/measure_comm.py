@@ -261,31 +261,23 @@ def _all_gather(
     return issue
 
 
-def _reduce_scatter(
-    payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Issue:
-    share = max(1, payload_bytes // ITEM_BYTES // shape.size)
-    whole = _zeros(share * shape.size * ITEM_BYTES, meter)
-    scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+def _of_whole(name: str, older: str, *, gives_share: bool) -> Issuer:
+    """Collectives into which each rank puts a whole tensor, and gets one share or as much."""
 
-    def issue() -> tuple[dist.Work, torch.Tensor]:
-        block = whole.new_empty(share)
-        return _work(scatter(block, whole, group=group, async_op=True)), block
+    def make(
+        payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
+    ) -> Issue:
+        share = max(1, payload_bytes // ITEM_BYTES // shape.size)
+        whole = _zeros(share * shape.size * ITEM_BYTES, meter)
+        start = _newest(name, older)
 
-    return issue
+        def issue() -> tuple[dist.Work, torch.Tensor]:
+            result = whole.new_empty(share if gives_share else whole.numel())
+            return _work(start(result, whole, group=group, async_op=True)), result
 
+        return issue
 
-def _all_to_all(
-    payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
-) -> Issue:
-    share = max(1, payload_bytes // ITEM_BYTES // shape.size)
-    out = _zeros(share * shape.size * ITEM_BYTES, meter)
-
-    def issue() -> tuple[dist.Work, torch.Tensor]:
-        arrived = torch.empty_like(out)
-        return _work(dist.all_to_all_single(arrived, out, group=group, async_op=True)), arrived
-
-    return issue
+    return make
 
 
 def _broadcast(
@@ -316,8 +308,8 @@ def _ping_pong(payload_bytes: int, shape: GroupShape, meter: Meter) -> Run:
 _ISSUERS: dict[PointKind, Issuer] = {
     K.ALL_REDUCE: _all_reduce,
     K.ALL_GATHER: _all_gather,
-    K.REDUCE_SCATTER: _reduce_scatter,
-    K.ALL_TO_ALL: _all_to_all,
+    K.REDUCE_SCATTER: _of_whole("reduce_scatter_single", "reduce_scatter_tensor", gives_share=True),
+    K.ALL_TO_ALL: _of_whole("all_to_all_single", "all_to_all_single", gives_share=False),
     K.BROADCAST: _broadcast,
 }
 BURST_KINDS = (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER)

@@ -130,7 +130,7 @@ class Meter:
         if run is not None:
             run()
             once_s = self.seconds(run)
-        takes_turns = task.busy > self.num_cores and self.device.type == "cpu"
+        takes_turns = self.takes_turns(task.busy)
         group_s = SHARED_GROUP_S if takes_turns else GROUP_S
         once_s = max(once_s, 1e-9)
         inner = self.agree(max(1, min(10_000, int(group_s / once_s))))
@@ -153,6 +153,10 @@ class Meter:
             spread_s=max(0.0, spread_s),
             repeats=repeats,
         )
+
+    def takes_turns(self, busy: int) -> bool:
+        """Whether so many busy ranks of a node share cores."""
+        return busy > self.num_cores and self.device.type == "cpu"
 
     def meet(self) -> None:
         """Wait for the other ranks."""

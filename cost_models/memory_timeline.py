@@ -159,12 +159,15 @@ class StageMemory:
         Args:
             num_in_flight: Most micro-batches alive at once.
         """
+        # gradients are reduced after a backward, which has freed what its forward saved
+        freed = {ActionKind.REDUCE_GRAD: self.saved_bytes if num_in_flight else 0}
+        transients = [p.peak_bytes - freed.get(k, 0) for k, p in self.programs.items()]
         return MemoryParts(
             params_bytes=self.params_bytes + self.gathered_bytes,
             grads_bytes=self.grads_bytes,
             optimizer_bytes=self.optimizer_bytes,
             activations_bytes=num_in_flight * self.saved_bytes,
-            transient_bytes=max((p.peak_bytes for p in self.programs.values()), default=0),
+            transient_bytes=max([0, *transients]),
             buffers_bytes=self.buffers_bytes,
         )
 

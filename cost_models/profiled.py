@@ -18,6 +18,7 @@ from autopar.errors import ConfigError
 from autopar.ir.graph import Arg, Meta
 from cost_models.analytic import AnalyticCostModel
 from cost_models.collectives import CollectiveKind, collective_kind
+from cost_models.evaluate import LAYOUT_COPY
 from cost_models.fit import (
     LinkCurve,
     MatmulCurve,
@@ -286,6 +287,8 @@ class ProfiledCostModel:
         if work.op_class is OpClass.FREE:
             is_view = op in VIEW_OPS and self.fits.view_s > 0
             return Price(self.fits.view_s if is_view else 0.0, Source.FITTED)
+        if op == LAYOUT_COPY and (copy_curve := self.fits.memory.get("transposed_copy")):
+            return Price(copy_curve.time_s(work.moved_bytes), Source.FITTED)
         curve = self._op_curves.get(op)
         if work.op_class is OpClass.MATMUL and work.dims and work.dtype in self.fits.matmul:
             return Price(self.fits.matmul[work.dtype].time_s(work.dims), Source.FITTED)

@@ -17,6 +17,7 @@ from math import prod
 from types import MappingProxyType
 
 from autopar.ir.graph import Arg, Graph, Meta, Node, Ref, TensorMeta
+from autopar.sharding.buckets import PACK, UNPACK, lies_as_it_is
 from cost_models.flops import VIEW_OPS
 
 Strides = tuple[int, ...]
@@ -114,6 +115,7 @@ class _Tracker:
         self.bytes: dict[str, int] = {}
         self.copies: set[str] = set()
         self.strides: dict[str, Strides] = {}
+        self.packed: set[str] = set()
 
     def allocate(self, name: str, meta: Meta, strides: Strides | None = None) -> None:
         if isinstance(meta, TensorMeta):
@@ -138,6 +140,16 @@ class _Tracker:
         source = node.args[0] if node.args else None
         if node.op == "local.shard" and isinstance(source, Ref) and isinstance(meta, TensorMeta):
             self.shard(node, source, metas[source.name], meta)
+            return
+        if node.op == PACK:
+            self.packed.add(node.name)
+        is_packed = isinstance(source, Ref) and source.name in self.packed
+        if node.op == "comm.all_reduce" and is_packed and isinstance(meta, TensorMeta):
+            # done in place: see Collective.is_given of the runtime
+            self.alias(node.name, self.of[node.refs()[0]], contiguous_strides(meta.shape))
+            return
+        if node.op == UNPACK and isinstance(source, Ref):
+            self.unpack(node, source, metas[source.name])
             return
         if (
             node.op not in VIEW_OPS
@@ -175,6 +187,17 @@ class _Tracker:
             is_even = isinstance(parts, int) and whole.shape[dim] % parts == 0
             base = self.of[source.name]
             self.of[node.name] = base if is_even else (node.name, *base)
+
+    def unpack(self, node: Node, source: Ref, flat: Meta) -> None:
+        """Tensors out of a bucket: views of it where they lie in it as they are."""
+        self.allocate(node.name, node.meta)
+        dims, bucket = node.args[2], self.of[source.name]
+        if not isinstance(dims, tuple) or not isinstance(flat, TensorMeta) or len(bucket) != 1:
+            return
+        self.of[node.name] = tuple(
+            bucket[0] if lies_as_it_is(d if isinstance(d, int) else None, flat.shape[0]) else own
+            for d, own in zip(dims, self.of[node.name], strict=True)
+        )
 
     def _element_wise(self, node: Node, metas: Mapping[str, Meta]) -> Strides | None:
         meta = node.meta

@@ -27,6 +27,11 @@ take_heads(x, start, count, readers,     of ``x`` (b, h, ...) the ``count`` key 
            group)                        heads from ``start`` read, ``readers`` of them each
 put_heads(x, start, count, readers,      the sum of the taken heads in their places, zeros elsewhere
           group, heads)
+pack(tensors, dims, parts)               (parts, n): tensors side by side, the dim of each cut into
+                                         ``parts`` blocks, zero padded; flat where the dim is None
+unpack(flat, shapes, dims)               of (parts, n) the tensors again, their blocks put together
+                                         along their dims and cut to their shapes; views where a
+                                         tensor lies as it is (dim None, or one part of dim 0)
 =======================================  ==========================================================
 """
 
@@ -37,6 +42,7 @@ from types import MappingProxyType
 
 import torch
 
+from autopar.sharding.buckets import packed_shape
 from autopar.sharding.placement import shard_size
 
 
@@ -173,6 +179,45 @@ def _heads(x: torch.Tensor, start: int, count: int, readers: int, group: int) ->
     return (torch.arange(count, device=x.device) * readers + start) // group
 
 
+def pack(tensors: Sequence[torch.Tensor], dims: Sequence[int | None], parts: int) -> torch.Tensor:
+    """Tensors of one dtype as the columns of one matrix; see the table above."""
+    rows = [_rows(x, dim, parts) for x, dim in zip(tensors, dims, strict=True)]
+    return torch.cat(rows, 1)
+
+
+def _rows(x: torch.Tensor, dim: int | None, parts: int) -> torch.Tensor:
+    if dim is None:
+        return x.reshape(1, -1)
+    size = x.shape[dim]
+    missing = parts * shard_size(size, parts) - size
+    if missing:
+        shape = [missing if d == dim else n for d, n in enumerate(x.shape)]
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    return x.movedim(dim, 0).reshape(parts, -1)
+
+
+def unpack(
+    flat: torch.Tensor, shapes: Sequence[Sequence[int]], dims: Sequence[int | None]
+) -> tuple[torch.Tensor, ...]:
+    """What :func:`pack` put together, after it was communicated; see the table above."""
+    parts = flat.shape[0]
+    widths = [packed_shape(tuple(s), d, parts)[1] for s, d in zip(shapes, dims, strict=True)]
+    pieces = torch.split(flat, widths, 1)
+    return tuple(
+        _tensor(piece, shape, dim, parts)
+        for piece, shape, dim in zip(pieces, shapes, dims, strict=True)
+    )
+
+
+def _tensor(piece: torch.Tensor, shape: Sequence[int], dim: int | None, parts: int) -> torch.Tensor:
+    if dim is None:
+        return piece.reshape(shape)
+    blocks = parts * shard_size(shape[dim], parts)
+    rest = [n for d, n in enumerate(shape) if d != dim]
+    whole = piece.reshape(blocks, *rest).narrow(0, 0, shape[dim])
+    return whole.movedim(0, dim).contiguous()
+
+
 LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "local.shard": shard,
@@ -187,6 +232,8 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.group_runs": group_runs,
         "local.take_heads": take_heads,
         "local.put_heads": put_heads,
+        "local.pack": pack,
+        "local.unpack": unpack,
     }
 )
 """Implementations by operator name."""

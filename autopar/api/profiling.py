@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
 from cost_models.local import gpu_cluster
 from cost_models.profile import (
-    Point,
     PointKind,
     Profile,
     check_same_machine,
@@ -203,9 +202,11 @@ def _with_model(
     meter = local_meter(clock=clock)
     started_s = clock()
     is_complete = True
-    steps: Iterator[tuple[str, Callable[[], list[Point]]]] = iter(
-        [*model_points(build, meter), ("a call", lambda: call_points(profile, meter))]
-    )
+    steps = list(model_points(build, meter))
+    calls = [p for p in profile.of_kind(PointKind.STEP) if p.name == "call"]
+    # the same for all models, and told by nothing else: first, and once for so many ranks
+    if not meter.agree(any(p.busy == meter.per_node for p in calls)):
+        steps.insert(0, ("a call", lambda: list(call_points(meter))))
     for what, measure in steps:
         if meter.agree(clock() - started_s > budget_s):
             is_complete = False

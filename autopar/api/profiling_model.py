@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import mean, median
+from typing import TypeVar
 
 import torch
 
 from autopar.api.options import as_call
 from autopar.capture.tracing import Captured, capture
-from autopar.cluster import parse_devices
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.runtime.driving import Driver
+from autopar.runtime.module import state_of
 from autopar.runtime.op_times import op_points
+from autopar.runtime.requests import Request
 from autopar.solver.force import forced_plan
-from cost_models.local import local_cluster
 from cost_models.measure_meter import Meter
-from cost_models.profile import Point, PointKind, Profile
-from cost_models.profiled import ProfiledCostModel
+from cost_models.profile import Point, PointKind
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Degrees = Mapping[str, int]
 OPS_S = 2.0  # seconds for the repeats of one plan
 CALL_LAYERS = (2, 18)  # of the models whose calls are measured: two numbers of parameters
@@ -98,41 +101,47 @@ class _Layers(torch.nn.Module):
         return x.square().mean()
 
 
-def call_points(profile: Profile, meter: Meter) -> list[Point]:
+@dataclass(slots=True)
+class _Clocked:
+    """A driver that notes how long the programs of a step run, waiting for other ranks included."""
+
+    driver: Driver
+    clock: Callable[[], float]
+    seconds: float = 0.0
+
+    def run(self, running: Generator[Request, object, T]) -> T:
+        """Run to the end; gives what the generator returns."""
+        started_s = self.clock()
+        try:
+            return self.driver.run(running)
+        finally:
+            self.seconds += self.clock() - started_s
+
+
+def call_points(meter: Meter) -> Iterator[Point]:
     """What a call with its backward costs beyond its programs: each, and for each parameter.
 
-    Two small models are compiled for all ranks, one data rank each, and their steps are timed; what
-    their programs cost by ``profile`` is taken off. Every rank must call it.
+    Two small models are compiled for all ranks, and what of their steps falls outside of their
+    programs is timed: fetching the batch, agreeing on the call, handing over gradients in the form
+    of the parameters. Every rank must call it.
     """
-    found: list[tuple[int, float]] = []
-    points: list[Point] = []
-    for count in CALL_LAYERS:
-        more, num_parameters, total_s, programs_s = _call(count, profile, meter)
-        points += more
-        found.append((num_parameters, max(0.0, total_s - programs_s)))
-    (few, few_s), (many, many_s) = found
+    (few, few_s), (many, many_s) = [_call(count, meter) for count in CALL_LAYERS]
     each_s = max(1e-9, (many_s - few_s) / (many - few))
     call_s = max(1e-9, few_s - few * each_s)
-    busy = meter.per_node
     for name, time_s in (("call", call_s), ("parameter", each_s)):
-        points.append(Point(PointKind.STEP, "float32", (1,), time_s, name=name, busy=busy))
-    return points
+        yield Point(
+            PointKind.STEP, "float32", (1,), time_s, name=name, busy=meter.per_node,
+            repeats=CALL_RUNS,
+        )  # fmt: skip
 
 
-def _call(count: int, profile: Profile, meter: Meter) -> tuple[list[Point], int, float, float]:
-    """Points of a model's operators, its parameters, seconds of its call, of its programs."""
+def _call(count: int, meter: Meter) -> tuple[int, float]:
+    """Parameters of a model of so many layers, and seconds of its call beyond its programs."""
     from autopar.api.compiling import compile as compiled
 
     model, batch = _Layers(count), {"x": torch.rand(meter.size * 4, CALL_WIDTH)}
     captured = capture(model, (), batch)
-    cluster = parse_devices(meter.size, local=local_cluster(profile))
-    plan = forced_plan(captured.graph, captured.hash, dp=meter.size, cluster=cluster)
-    busy = max(1, min(meter.per_node, meter.num_cores))
-    points = op_points(captured, plan, model, ((), batch), meter, busy=busy, budget_s=OPS_S / 4)
-    prices = ProfiledCostModel(cluster, profile.with_points(points))
-    priced = forced_plan(
-        captured.graph, captured.hash, dp=meter.size, cluster=cluster, cost_model=prices
-    )
+    plan = forced_plan(captured.graph, captured.hash, dp=meter.size)
     model = compiled(model, meter.size, batch, plan=plan)
 
     def step() -> None:
@@ -142,9 +151,15 @@ def _call(count: int, profile: Profile, meter: Meter) -> tuple[list[Point], int,
 
     step()
     step()
+    session = state_of(model).session
+    assert session is not None, "a model that was called has one"
+    clocked = session.driver = _Clocked(session.driver, meter.clock)
     times = []
     for _ in range(CALL_RUNS):
         meter.meet()
-        times.append(meter.seconds(step))
-    programs_s = priced.time_s - max(s.time.optimizer_s for s in priced.stages)
-    return points, 2 * count, meter.mean([median(times)], has_part=True)[0], programs_s
+        clocked.seconds = 0.0
+        started_s = meter.clock()
+        step()
+        times.append(max(0.0, meter.clock() - started_s - clocked.seconds))
+    middle = mean(times) if meter.takes_turns(meter.per_node) else median(times)
+    return 2 * count, meter.mean([middle], has_part=True)[0]

@@ -1,7 +1,9 @@
 """The value of an attention mask that depends on no input, and what it says.
 
 A mask of a long sequence is large, and models repeat it along the batch. Element-wise operators
-are therefore evaluated on one copy along dims that are only repeated.
+are therefore evaluated on one copy along dims that are only repeated. Other operators (``cat``,
+``cumsum``) write such copies out; what they give is looked through for dims of equal slices while
+it is still small, before a comparison makes a square of it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def _evaluate(graph: Graph, wanted: set[str]) -> dict[str, torch.Tensor]:
                 values[node.name] = _elementwise(node.op, args, kwargs)
             else:
                 function = torch_callable(node.op, device=torch.device("cpu"))
-                values[node.name] = function(*args, **kwargs)
+                values[node.name] = _as_repeats(function(*args, **kwargs))
             for name in set(node.refs()):
                 uses[name] -= 1
                 if uses[name] == 0 and name not in wanted:
@@ -72,6 +74,18 @@ def _evaluate(graph: Graph, wanted: set[str]) -> dict[str, torch.Tensor]:
         assert isinstance(value, torch.Tensor)
         result[name] = value
     return result
+
+
+def _as_repeats(value: object) -> object:
+    """The same value, as a view of one slice along each dim but the last whose slices are equal."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    for dim in range(value.dim() - 1):
+        if value.shape[dim] > 1 and value.stride(dim) != 0:
+            first = value.narrow(dim, 0, 1)
+            if bool((value == first).all()):
+                value = first.expand(value.shape)
+    return value
 
 
 def _elementwise(op: str, args: list[object], kwargs: dict[str, object]) -> torch.Tensor:

@@ -13,8 +13,9 @@ Link bandwidths are what collectives reach, so data-sheet figures are multiplied
 * Plain Ethernet and EFA shares 0.33 ``[fitted]``: TCP without zero-copy.
 * PCIe without peer-to-peer: a tenth to a fifth of the sheet's rate ``[fitted]``.
 
-``[fitted]``: on published training runs by ``tests/bench/fit_constants.py``. A figure that no run
-of a GPU type bears on is ``[general]``.
+``[fitted]``: on published training runs, rounded by hand. ``tests/bench/fit_constants.py`` says how
+well these figures hold, fits its own from them, and predicts each source by a fit without it. A
+figure that no run of a GPU type bears on is ``[general]``.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _pcie(gb_per_s: float, source: str) -> Link:
 # Multiprocessors: A100 108, H100 and H200 132, V100 80, L4 58, A10G 80, T4 40 [data sheet]. The
 # matmul fraction is bound by the maximum achievable rate where that is published (A100 271.2 of
 # 312, H100 794.5 of 989: ml-engineering); below it, and for the other fractions, [fitted] means
-# fitted on published training runs of that GPU type, see tests/bench/fit_constants.py.
+# fitted on published training runs of that GPU type and rounded; tests/bench/fit_constants.py fits
+# again.
 _TENSOR_CORES = EfficiencyCurve(half_k=16.0, wave_share=0.1, alignment=8)  # [fitted] on all
 _A100_CURVE = replace(
     _TENSOR_CORES,

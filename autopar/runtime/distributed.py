@@ -2,7 +2,8 @@
 
 Collectives are issued asynchronously and waited for at their first use (the executor does that).
 Gathers and scatters along a dim other than the first move that dim to the front, since the backends
-move contiguous blocks. Operands are never overwritten: an all_reduce works on a copy.
+move contiguous blocks. Operands are not overwritten but for those that are given: an all_reduce
+works on a copy of others.
 
 Messages are sent asynchronously; the tensor is held until it has left. NCCL can tell when, gloo
 can't but by waiting, so that with gloo a thread waits.
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from autopar.errors import PassError
 from autopar.runtime.collective_math import filled_up, pad, resolve
+from autopar.runtime.driving import drive
 from autopar.runtime.groups import ProcessGroups
 from autopar.runtime.requests import Collective, PostRecv, Request, Send, WaitRecv, WaitSends
 
@@ -44,13 +46,18 @@ class _Pending:
     """A collective on its way; its operand is held until it is done."""
 
     work: _Work
-    operand: torch.Tensor
+    operand: torch.Tensor | None
     finish: Callable[[], torch.Tensor]
 
     def wait(self) -> torch.Tensor:
-        """Block until it is done and give the result."""
+        """Block until it is done and give the result, once: nothing of it is kept alive here."""
         self.work.wait()
-        return self.finish()
+        result, self.operand, self.finish = self.finish(), None, _handed_out
+        return result
+
+
+def _handed_out() -> torch.Tensor:
+    raise PassError("a collective was waited for twice")
 
 
 @dataclass(slots=True)
@@ -69,16 +76,7 @@ class Driver:
 
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run a generator to its end and give what it returns."""
-        answers: list[object] = [None]  # a local name would keep a tensor alive until the next one
-        with torch.no_grad():
-            while True:
-                try:
-                    request = running.send(answers.pop())
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                answers.append(self._answer(request))
-                del request
+        return drive(running, self._answer)
 
     def close(self) -> None:
         """Stop the helper thread, if there is one."""
@@ -138,7 +136,9 @@ class Driver:
 
 
 def _all_reduce(request: Collective, group: dist.ProcessGroup) -> _Pending:
-    result = request.tensor.clone(memory_format=torch.contiguous_format)
+    result = request.tensor
+    if not (request.is_given and result.is_contiguous()):
+        result = result.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(result, _OPS[request.op], group=group, async_op=True)
     return _Pending(_started(work), result, lambda: result)
 

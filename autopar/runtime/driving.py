@@ -1,9 +1,11 @@
-"""Who answers what a step asks for, on one device."""
+"""Who answers what a step asks for: the loop that all drivers run, and drivers of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Protocol, TypeVar
+
+import torch
 
 from autopar.errors import PassError
 from autopar.runtime.requests import Request, WaitSends
@@ -17,6 +19,25 @@ class Driver(Protocol):
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run to the end; gives what the generator returns."""
         ...
+
+
+def drive(running: Generator[Request, object, T], answer: Callable[[Request], object]) -> T:
+    """Run a generator to its end, without gradients; gives what it returns.
+
+    Args:
+        running: What asks.
+        answer: Answers one request. Neither is kept alive here while the generator goes on.
+    """
+    answers: list[object] = [None]  # a local name would keep a tensor alive until the next one
+    with torch.no_grad():
+        while True:
+            try:
+                request = running.send(answers.pop())
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            answers.append(answer(request))
+            del request
 
 
 class LoneDriver:

@@ -27,6 +27,7 @@ from autopar.ir.graph import Graph
 from autopar.runtime.requests import Collective
 from passes.base import NAME_KEY
 from passes.comm_ops import COMM_NAMES
+from passes.local_ops import pack
 
 Slots: TypeAlias = list[object]
 Gather: TypeAlias = Callable[[Slots], tuple[object, ...]]
@@ -259,12 +260,15 @@ def _request_maker(node: fx.Node) -> Callable[..., Collective]:
     """A function from a collective's operands to its request; dims become non-negative."""
     kind = COMM_NAMES[node.target]  # type: ignore[index]  # checked by the caller
     name = str(node.meta.get(NAME_KEY, node.name))
+    operand = node.args[0]
+    # a bucket is new memory; if it is packed for this collective alone, it need not be kept
+    given = isinstance(operand, fx.Node) and operand.target is pack and len(operand.users) == 1
 
     def make(tensor: torch.Tensor, *rest: object) -> Collective:
         rank = tensor.dim()
         match kind, rest:
             case "all_reduce", (str(op), str(axis)):
-                return Collective(kind, tensor, axis, op=op, node=name)
+                return Collective(kind, tensor, axis, op=op, node=name, is_given=given)
             case "all_gather", (int(dim), str(axis), int(size)):
                 return Collective(kind, tensor, axis, dim=dim % rank, out_size=size, node=name)
             case "reduce_scatter", (str(op), int(dim), str(axis)):

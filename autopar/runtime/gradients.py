@@ -2,13 +2,13 @@
 
 A program may yield a gradient that is a view of another value, an expanded scalar, or one of its
 own inputs. Adding into such memory would change a saved activation, a message under way or another
-gradient. So the first gradient of a step is taken over only if its storage is its own; else it is
-copied.
+gradient. So the first gradient of a step is taken over only if its storage is its own, or if it and
+the other gradients fill a storage side by side (a bucket that was taken apart); else it is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,10 +18,31 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_own_memory(tensor: torch.Tensor, held: Iterable[int]) -> bool:
-    """Whether a tensor fills its storage densely and nobody in ``held`` uses that storage."""
-    dense = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return dense and tensor.is_contiguous() and storage_of(tensor) not in set(held)
+def own_storages(tensors: Sequence[torch.Tensor], held: Iterable[int]) -> frozenset[int]:
+    """Storages that are filled by ``tensors``, each element once, and used by nobody else.
+
+    Args:
+        tensors: All that is known of those storages.
+        held: Storages that others use.
+    """
+    others = set(held)
+    parts: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(storage_of(tensor), []).append(tensor)
+    return frozenset(
+        storage for storage, views in parts.items() if storage not in others and _fill(views)
+    )
+
+
+def _fill(views: Sequence[torch.Tensor]) -> bool:
+    """Whether views of one storage are dense, lie one behind the other, and leave no gap."""
+    end = 0
+    for view in sorted(views, key=lambda v: v.storage_offset() * v.element_size()):
+        begin = view.storage_offset() * view.element_size()
+        if begin != end or not view.is_contiguous():
+            return False
+        end += view.numel() * view.element_size()
+    return end == views[0].untyped_storage().nbytes()
 
 
 class Accumulator:
@@ -51,16 +72,12 @@ class Accumulator:
             values: (Parameter, gradient); a name may come twice.
             held: Storages that others hold: what the program was given, what else it yielded.
         """
-        busy = set(held)
         pairs = list(values)
-        counts: dict[int, int] = {}
-        for _, tensor in pairs:
-            counts[storage_of(tensor)] = counts.get(storage_of(tensor), 0) + 1
-        shared = {storage for storage, count in counts.items() if count > 1}
+        own = own_storages([tensor for _, tensor in pairs], held)
         for name, tensor in pairs:
             if name in self._sums:
                 self._sums[name].add_(tensor)
-            elif is_own_memory(tensor, busy | shared):
+            elif storage_of(tensor) in own:
                 self._sums[name] = tensor
             else:
                 self._sums[name] = tensor.clone(memory_format=torch.contiguous_format)

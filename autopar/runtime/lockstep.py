@@ -69,6 +69,17 @@ class _Ticket:
 
 
 @dataclass(slots=True)
+class _Result:
+    """What a collective gives; it is handed out once, so that nobody else keeps it alive."""
+
+    box: list[torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """Give it."""
+        return self.box.pop()
+
+
+@dataclass(slots=True)
 class _Channel:
     """A directed pair of ranks: what was sent and what was posted, in order."""
 
@@ -149,10 +160,10 @@ class _Lockstep:
 
     def try_answer(self, rank: int) -> bool:
         """Answer what a rank waits for, if that is possible now."""
+        if isinstance(self.waiting.get(rank), Collective):
+            return self._try_collective(rank)
         request = self.waiting.get(rank)
         match request:
-            case Collective():
-                return self._try_collective(rank, request)
             case WaitRecv(ticket=_Ticket() as ticket) if ticket.value is not None:
                 value, ticket.value = ticket.value, None
                 self.advance(rank, value)
@@ -220,7 +231,9 @@ class _Lockstep:
                 )  # fmt: skip
 
     # ---------------------------------------------------------------- collectives
-    def _try_collective(self, rank: int, request: Collective) -> bool:
+    def _try_collective(self, rank: int) -> bool:
+        request = self.waiting[rank]
+        assert isinstance(request, Collective)
         members = group_of(self._mesh, rank, request.axis)
         requests: list[Collective] = []
         for member in members:
@@ -241,8 +254,10 @@ class _Lockstep:
         self.traffic.collective_bytes[key] += max(sizes)
         for member in members:
             del self.waiting[member]
-        for member, result in zip(members, results, strict=True):
-            self.advance(member, result)
+        answers = [_Result([result]) for result in results]
+        del request, requests, other, results  # they would keep operands and results alive
+        for member, answer in zip(members, answers, strict=True):
+            self.advance(member, answer)
         return True
 
     # ---------------------------------------------------------------- messages for people

@@ -22,7 +22,6 @@ from autopar.runtime.variants import Variant
 if TYPE_CHECKING:
     from autopar.runtime.session import Session
 
-_HALF = "float16"
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.RECV_B)
 
 
@@ -54,7 +53,7 @@ class ModelStep:
     def run(self) -> object:
         """Run the call; gives the model's result."""
         variant, captured = self._variant, self._variant.captured
-        if variant.backward and captured.has_loss and self._is_half():
+        if variant.backward and captured.has_loss and self._variant.is_half:
             changed = {r.target for r in variant.local.results if r.kind is OutputKind.MUTATION}
             held = self._session.residents.buffers
             self._buffers_before = {n: held[n].clone() for n in changed if n in held}
@@ -131,12 +130,8 @@ class ModelStep:
                 dist.broadcast(value, src=0)
                 table[result.target] = value
 
-    def _is_half(self) -> bool:
-        nodes = self._variant.captured.graph.nodes
-        return any(m is not None and m.dtype == _HALF for n in nodes for m in n.metas())
-
     def _release(self) -> None:
-        if not self._buffers_before and not self._is_half():
+        if not self._buffers_before and not self._variant.is_half:
             self._tensors = None
 
     # ------------------------------------------------------------ gradients
@@ -159,17 +154,17 @@ class ModelStep:
             found = self._run_backward(tangents)
         self._gradients = None
         joined = tuple([item.join(found) for item in self._trained])
-        if self._is_half() and self._session.place.is_distributed:
+        if self._variant.is_half and self._session.place.is_distributed:
             self._session.share_overflow(joined)
         return joined
 
     def _scaled(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         value, used = float(tangent), self._used_tangent
         self._session.note_tangent(value)
-        if value != used and self._is_half():
+        if value != used and self._variant.is_half:
             self._run_again(value)
         found = self._gradients or {}
-        if value != used and not self._is_half():
+        if value != used and not self._variant.is_half:
             for gradient in found.values():
                 gradient.mul_(value / used)
         return found

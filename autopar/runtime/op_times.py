@@ -22,6 +22,7 @@ from autopar.plan.actions import Action
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.runtime.collective_math import resolve
+from autopar.runtime.driving import drive
 from autopar.runtime.executor import Program
 from autopar.runtime.finish import finish
 from autopar.runtime.inputs import StepInputs
@@ -79,18 +80,14 @@ class _Alone:
 
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run a generator to its end and give what it returns."""
-        answers: list[object] = [None]
-        with torch.no_grad():
-            while True:
-                try:
-                    request = running.send(answers.pop())
-                except StopIteration as stop:
-                    result: T = stop.value
-                    return result
-                started_s = self.meter.clock()
-                answers.append(self._answer(request))
-                del request
-                self.waited_s += self.meter.clock() - started_s
+        return drive(running, self._timed)
+
+    def _timed(self, request: Request) -> object:
+        started_s = self.meter.clock()
+        try:
+            return self._answer(request)
+        finally:
+            self.waited_s += self.meter.clock() - started_s
 
     def _answer(self, request: Request) -> object:
         match request:

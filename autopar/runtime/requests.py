@@ -51,6 +51,7 @@ class Collective:
         node: Name of the operator, for messages.
         splits: Of all_to_all_rows: rows that go and that come, see :mod:`passes.comm_ops`.
         is_back: Of all_to_all_rows: whether rows go back.
+        is_given: Whether the operand is the driver's to write to: nobody else will read it.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Collective:
     node: str = ""
     splits: torch.Tensor | None = None
     is_back: bool = False
+    is_given: bool = False
 
     def row_counts(self, ranks: int) -> tuple[list[int], list[int]]:
         """Rows that go to each of ``ranks``, and rows that come from each."""

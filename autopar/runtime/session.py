@@ -140,7 +140,7 @@ class Session:
         if place.is_distributed:
             route_clipping(self.norm)
             draw_whole(residents.store, in_stages=plan.mesh.pp > 1)
-        self._driver = driver
+        self.driver = driver
         self._guard = guard  # lives as long as the session: its hooks end with it
         self._changes = changes
         self._uncompiled = uncompiled
@@ -362,7 +362,7 @@ class Session:
         """Run a generator of a step to its end."""
         watched = self._watched(f"step {self.step}")
         with watched, torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            return self._driver.run(running)
+            return self.driver.run(running)
 
     def _watched(self, where: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.step(where)

@@ -32,6 +32,8 @@ from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.routing import are_rows_consistent, capacity_percent_of, routes_rows
 from autopar.sharding.signature import AxisStrategy, OpSignature, axis_strategies, parts_by_factor
 
+_HALF = "float16"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -44,6 +46,7 @@ class Variant:
         actions: This rank's list; empty on an idle rank.
         backward: Whether gradients are computed.
         checks: What the batch's values must meet.
+        is_half: Whether a value of the program is float16.
     """
 
     captured: Captured
@@ -52,6 +55,7 @@ class Variant:
     actions: tuple[Action, ...]
     backward: bool
     checks: tuple[IndexCheck, ...] = ()
+    is_half: bool = False
 
 
 def make_variant(
@@ -82,10 +86,12 @@ def make_variant(
     local = with_common_owners(local, parts_of(captured.graph))
     if planned is not None:
         local = with_storage_of(planned, local)
+    nodes = captured.graph.nodes
+    is_half = any(m is not None and m.dtype == _HALF for n in nodes for m in n.metas())
     if rank >= mesh.num_ranks:
         return Variant(
             captured=captured, local=local, loaded=None, actions=(), backward=backward,
-            checks=index_checks(captured.graph),
+            checks=index_checks(captured.graph), is_half=is_half,
         )  # fmt: skip
     lists = schedule_actions(local, plan, backward=backward, has_loss=captured.has_loss)
     pp = mesh.coordinate(rank)[0]
@@ -95,7 +101,7 @@ def make_variant(
         loaded = load(local, mesh, stages=own, device=device, forward_only=not backward)
     return Variant(
         captured=captured, local=local, loaded=loaded, actions=lists[pp], backward=backward,
-        checks=index_checks(captured.graph),
+        checks=index_checks(captured.graph), is_half=is_half,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from autopar.ir.graph import (
     Ref,
     TensorMeta,
 )
+from autopar.sharding.buckets import in_buckets
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.emitter import Emitter
 from autopar.sharding.localize import Layouts
@@ -180,9 +181,11 @@ class Mover:
         self._outputs.append((target, ref))
 
     def program(self, kind: OutputKind) -> Graph:
-        """What has grown."""
+        """What has grown, small collectives together."""
         outputs = tuple(Output(kind, target, ref) for target, ref in self._outputs)
-        return assemble(tuple(self._emitter.nodes), outputs, self._describe)
+        whole = assemble(tuple(self._emitter.nodes), outputs, self._describe)
+        sizes = dict(zip(self._emitter.axes, self._emitter.sizes, strict=True))
+        return in_buckets(whole, sizes)
 
     def unshard(self, spec: ParamSpec) -> None:
         """From the layout and dtype at rest to what programs read: cast first, gathered then."""

@@ -206,11 +206,12 @@ def _message_seconds(programs: LocalPrograms, setting: Setting) -> dict[tuple[in
 
 
 def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
-    """Seconds until the outputs of a step are on all pipeline ranks."""
+    """Seconds until the losses and outputs of a step are on all pipeline ranks."""
     if setting.mesh.pp == 1:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
-    amounts = [r.spec.meta.bytes for r in programs.results if r.kind is OutputKind.OUTPUT]
+    shared = (OutputKind.LOSS, OutputKind.OUTPUT)
+    amounts = [r.spec.meta.bytes for r in programs.results if r.kind in shared]
     return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
 
 

@@ -2,6 +2,11 @@
 
 What is priced is what the programs will run: the same emitter writes both. Answers are kept by
 (operator, static arguments, shapes, strategy), so that a repeated layer costs nothing.
+
+What moves once per step shares a bucket with others (:mod:`autopar.sharding.buckets`); which ones
+is not known before all is decided. It is charged its share of a full bucket: all that a bucket
+costs, by bytes. Of a program whose buckets are not full that is too little, by less than the start
+of one collective and of two copies for each of its kinds of buckets.
 """
 
 from __future__ import annotations
@@ -10,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
-from autopar.ir.graph import Arg, Meta, Node, Ref, TensorMeta
+from autopar.ir.graph import Arg, Graph, Meta, Node, Ref, TensorMeta
+from autopar.sharding.buckets import full_bucket
 from autopar.sharding.emitter import Emitter
 from autopar.sharding.placement import Layout, Replicate, Shard, local_shape
 from autopar.sharding.signature import AxisStrategy, OpSignature
 from autopar.solver.blocks import without_instance
 from cost_models.base import CostModel
-from cost_models.evaluate import collective_axis, payload_bytes
+from cost_models.evaluate import collective_axis, collective_s
 
 Strategies = tuple[AxisStrategy | None, ...]
 
@@ -37,8 +43,11 @@ class PriceList:
     sizes: tuple[int, ...]
     groups: Mapping[str, Sequence[int]]
     _operators: dict[object, float | None] = field(default_factory=dict)
-    _moves: dict[tuple[TensorMeta, Layout, Layout], float | None] = field(default_factory=dict)
+    _moves: dict[tuple[TensorMeta, Layout, Layout, bool], float | None] = field(
+        default_factory=dict
+    )
     _nodes: dict[object, float] = field(default_factory=dict)
+    _buckets: dict[object, tuple[Graph, float] | None] = field(default_factory=dict)
 
     def local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """A rank's block, padding included."""
@@ -92,16 +101,25 @@ class PriceList:
         wanted = {r.name for i, r in enumerate(results) if r is not None and i in used}
         return self.nodes_s(_alive(emitter.nodes, wanted), emitter.metas)
 
-    def move_s(self, meta: TensorMeta, have: Layout, want: Layout) -> float | None:
-        """Seconds of a reshard; None if there is no way."""
+    def move_s(
+        self, meta: TensorMeta, have: Layout, want: Layout, *, in_bucket: bool = False
+    ) -> float | None:
+        """Seconds of a reshard; None if there is no way.
+
+        Args:
+            meta: True shape and dtype of the value.
+            have: Its layout.
+            want: The layout wanted.
+            in_bucket: Whether its program runs once per step.
+        """
         if have == want:
             return 0.0
-        key = (meta, have, want)
+        key = (meta, have, want, in_bucket)
         if key not in self._moves:
-            self._moves[key] = self._move(meta, have, want)
+            self._moves[key] = self._move(meta, have, want, in_bucket)
         return self._moves[key]
 
-    def _move(self, meta: TensorMeta, have: Layout, want: Layout) -> float | None:
+    def _move(self, meta: TensorMeta, have: Layout, want: Layout, in_bucket: bool) -> float | None:
         if not is_reachable(have, want):
             return None
         emitter = Emitter(self.axes, self.sizes)
@@ -110,22 +128,43 @@ class PriceList:
             emitter.reshard(ref, meta.shape, have, want)
         except ShardingError:
             return None
+        if in_bucket:
+            return sum(self._shared_s(node, emitter.metas) for node in emitter.nodes)
         return self.nodes_s(emitter.nodes, emitter.metas)
+
+    def _shared_s(self, node: Node, metas: Mapping[str, Meta]) -> float:
+        """Seconds of an operator, of a collective its share of a full bucket."""
+        operand = metas[node.refs()[0]]
+        full = self._bucket(node, operand) if isinstance(operand, TensorMeta) else None
+        if full is None:
+            return self._node_s(node, metas)
+        bucket, part = full
+        return part * self.nodes_s(bucket.nodes, bucket.metas())
 
     def nodes_s(self, nodes: Sequence[Node], metas: Mapping[str, Meta]) -> float:
         """Seconds of local operators one after another."""
         return sum(self._node_s(node, metas) for node in nodes)
 
+    def _bucket(self, node: Node, operand: TensorMeta) -> tuple[Graph, float] | None:
+        """A program of a bucket full of such collectives, and the part that one has in it.
+
+        None if it goes alone.
+        """
+        key = (node.op, node.args[1:], operand)
+        if key not in self._buckets:
+            sizes = dict(zip(self.axes, self.sizes, strict=True))
+            self._buckets[key] = full_bucket(node, operand, sizes)
+        return self._buckets[key]
+
     def _node_s(self, node: Node, metas: Mapping[str, Meta]) -> float:
         operands = tuple(metas[name] for name in node.refs() if not name.startswith("coord_"))
         if node.op.startswith("comm."):
             axis = collective_axis(node)
-            payload = payload_bytes(operands[:1], node.meta)
-            key: object = (node.op, axis, payload)
+            static = tuple(a for a in node.args if not isinstance(a, Ref))
+            key: object = (node.op, static, operands[0], node.meta)
             if key not in self._nodes:
-                kind = node.op.removeprefix("comm.")
                 ranks = self.groups.get(axis, (0,))
-                self._nodes[key] = self.model.collective_time_s(kind, payload, ranks)
+                self._nodes[key] = collective_s(node, operands[0], self.model, ranks)
             return self._nodes[key]
         every = [None if n.startswith("coord_") else metas[n] for n in node.refs()]
         args: tuple[Arg, ...] = node.args

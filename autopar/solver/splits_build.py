@@ -200,7 +200,7 @@ class _Builder:
         layout = self._over(compute)
         master = TensorMeta(meta.shape, entry.master or meta.dtype)
         gather_s = self._cast_s(master, meta.dtype, storage)
-        gather_s += prices.move_s(meta, storage, layout) or 0.0
+        gather_s += prices.move_s(meta, storage, layout, in_bucket=True) or 0.0
         stored = prices.local(master, storage)
         update_s = stored.bytes * request.optimizer_s_per_byte if entry.requires_grad else 0.0
         state = parameter_state_bytes(
@@ -271,9 +271,10 @@ class _Builder:
         storage = self._over(storage_layout(whole, (R, R, common), request.dp, request.zero_level))
         apart = self._over((R, R, R))
         seconds: list[float | None] = [self._cast_s(master, whole.dtype, storage)]
-        seconds += [prices.move_s(whole, storage, apart)]
+        seconds += [prices.move_s(whole, storage, apart, in_bucket=True)]
         seconds += [self._cast_s(TensorMeta(m.shape, whole.dtype), m.dtype, apart) for m in metas]
-        seconds += [prices.move_s(m, apart, r) for m, r in zip(metas, row, strict=True)]
+        moves = zip(metas, row, strict=True)
+        seconds += [prices.move_s(m, apart, r, in_bucket=True) for m, r in moves]
         stored = prices.local(master, storage).bytes
         memory = stored + sum(prices.local(m, r).bytes for m, r in zip(metas, row, strict=True))
         if entries[0].requires_grad:
@@ -282,7 +283,7 @@ class _Builder:
             summed = [TensorMeta(m.shape, sum_dtype(master.dtype)) for m in metas]
             total = TensorMeta(shape, sum_dtype(master.dtype))
             cat_s = prices.model.op_time_s("aten.cat.default", (refs, part.dim), summed, total)
-            reduce_s = cat_s + (prices.move_s(total, joint, storage) or 0.0)
+            reduce_s = cat_s + (prices.move_s(total, joint, storage, in_bucket=True) or 0.0)
             seconds.append(request.num_reduces * reduce_s)
             seconds.append(stored * request.optimizer_s_per_byte)
             memory += (total if request.zero_level < 2 else prices.local(total, storage)).bytes
@@ -447,7 +448,9 @@ class _Builder:
                     have, want = self._seen(source, reader.when), self._seen(target, reader.when)
                     if (have, want) in moves or (as_it_is and have != want):
                         continue
-                    time_s = self.prices.move_s(shape.meta, have, want)
+                    time_s = self.prices.move_s(
+                        shape.meta, have, want, in_bucket=reader.when is Pass.STEP
+                    )
                     if time_s is not None:
                         before, after = (
                             self.prices.local(shape.meta, a).bytes for a in (have, want)

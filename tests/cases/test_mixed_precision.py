@@ -186,8 +186,13 @@ def test_parameters_are_cast_before_they_are_gathered_and_gradients_summed_in_fl
     stage = programs.stages[0]
     gathered = [n.meta for n in stage.unshard.nodes if n.op == "comm.all_gather"]
     assert any(isinstance(m, TensorMeta) and m.dtype == "bfloat16" for m in gathered)
-    matrices = {m.dtype for m in gathered if isinstance(m, TensorMeta) and len(m.shape) == 2}
-    assert matrices == {"bfloat16"}
+    whole = {i.target: i.meta for i in stage.forward.of_kind(InputKind.PARAM)}
+    read = {m.dtype for m in whole.values() if m is not None and len(m.shape) == 2}
+    assert read == {"bfloat16"}
+    elements = {m.dtype: m.numel for m in gathered if isinstance(m, TensorMeta)}
+    assert elements["bfloat16"] == sum(
+        m.numel for m in whole.values() if m is not None and m.dtype == "bfloat16"
+    )
     summed = [n.meta for n in stage.reduce.nodes if n.op == "comm.reduce_scatter"]
     assert {m.dtype for m in summed if isinstance(m, TensorMeta)} == {"float32"}
     single = forced_plan(

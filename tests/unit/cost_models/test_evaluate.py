@@ -21,7 +21,7 @@ from autopar.ir.graph import (
 )
 from autopar.plan.types import CollectiveTotal
 from cost_models.analytic import AnalyticCostModel
-from cost_models.evaluate import evaluate_program
+from cost_models.evaluate import evaluate_program, layout_copies
 
 X = TensorMeta((4, 8), "float32")
 W = TensorMeta((8, 8), "float32")
@@ -57,26 +57,47 @@ GRAPH = Graph(
 
 
 def test_a_program_by_hand():
-    # tp: 128 B reduced twice and 256 B gathered, 2 ranks; dp: 256 B scattered, 3 ranks
+    # tp: 128 B reduced twice and 256 B gathered, 2 ranks; dp: 256 B scattered, 3 ranks; two copies
+    # around each of the latter, which go along the second dim
     cost = evaluate_program(GRAPH, Flat(), {"tp": (0, 1), "dp": (0, 2, 4)}, where="forward")
     assert cost.compute_s == 2
-    assert cost.axis_comm_s == {"tp": 2 * (128 + 256 + 128), "dp": 3 * 256}
-    assert cost.comm_s == 1024 + 768
-    assert cost.total_s == 1794
-    assert cost.phase_s == {Phase.FORWARD: 1 + 256, Phase.BACKWARD: 512 + 768 + 256 + 1}
+    assert cost.axis_comm_s == {"tp": 2 * (128 + 256 + 128) + 2, "dp": 3 * 256 + 2}
+    assert cost.comm_s == 1026 + 770
+    assert cost.total_s == 1798
+    assert cost.phase_s == {Phase.FORWARD: 1 + 256, Phase.BACKWARD: 514 + 770 + 256 + 1}
     assert cost.flops == 2 * 4 * 8 * 8
     assert cost.collectives == (
         CollectiveTotal(
-            kind="all_gather", axis="tp", where="forward", count=1, payload_bytes=256, time_s=512
+            kind="all_gather", axis="tp", where="forward", count=1, payload_bytes=256, time_s=514
         ),
         CollectiveTotal(
             kind="all_reduce", axis="tp", where="forward", count=2, payload_bytes=256, time_s=512
         ),
         CollectiveTotal(
             kind="reduce_scatter", axis="dp", where="forward", count=1, payload_bytes=256,
-            time_s=768,
+            time_s=770,
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("node", "shapes"),
+    [
+        (Node("y", "comm.all_gather", (Ref("x"), 0, "tp", 8), TensorMeta((8, 8), "float32")), []),
+        (Node("y", "comm.all_gather", (Ref("x"), -1, "tp", 16), WIDE), [(4, 8), (4, 16)]),
+        (Node("y", "comm.reduce_scatter", (Ref("x"), "sum", 1, "tp"), W), [(4, 8), (8, 8)]),
+        (Node("y", "comm.all_to_all", (Ref("x"), 1, 0, "tp", 16), W), [(8, 8)]),
+        (Node("y", "comm.all_to_all", (Ref("x"), 0, 1, "tp", 8), W), [(4, 8), (8, 8)]),
+        (Node("y", "comm.all_reduce", (Ref("x"), "sum", "tp"), X), []),
+    ],
+)
+def test_dims_that_are_not_the_first_are_brought_to_the_front(node, shapes):
+    assert [m.shape for m in layout_copies(node, X)] == shapes
+
+
+def test_a_dim_behind_dims_of_one_is_in_front():
+    node = Node("y", "comm.all_gather", (Ref("x"), 1, "tp", 8), TensorMeta((1, 8, 8), "float32"))
+    assert layout_copies(node, TensorMeta((1, 4, 8), "float32")) == ()
 
 
 def test_totals_are_for_all_runs_of_a_step_and_seconds_for_one():

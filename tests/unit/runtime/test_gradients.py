@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from autopar.runtime.gradients import Accumulator, is_own_memory, storage_of
+from autopar.runtime.gradients import Accumulator, own_storages, storage_of
 
 
 def added_twice(first: torch.Tensor, held=()) -> torch.Tensor:
@@ -72,4 +73,25 @@ def test_a_gradient_taken_out_is_gone():
 def test_empty_gradients_are_fine():
     empty = torch.zeros(0, 3)
     assert added_twice(empty).shape == (0, 3)
-    assert is_own_memory(torch.zeros(2), ())
+    assert own_storages([torch.zeros(2)], ())
+
+
+def test_gradients_that_fill_a_bucket_side_by_side_are_taken_over():
+    bucket = torch.arange(7.0)
+    total = Accumulator()
+    total.add([("b", bucket[3:].view(2, 2)), ("a", bucket[:3])], ())
+    assert total["a"].data_ptr() == bucket.data_ptr()
+    total.add([("a", torch.ones(3))], ())
+    assert torch.equal(total["b"].flatten(), torch.arange(3.0, 7.0))
+
+
+@pytest.mark.parametrize("cuts", [((0, 4), (3, 7)), ((0, 3), (4, 7)), ((0, 3), (3, 6))])
+def test_gradients_that_overlap_or_leave_a_gap_in_their_storage_are_copied(cuts):
+    bucket = torch.arange(7.0)
+    total = Accumulator()
+    total.add([(str(cut), bucket[slice(*cut)]) for cut in cuts], ())
+    for cut in cuts:
+        total.add([(str(cut), torch.ones(cut[1] - cut[0]))], ())
+    assert torch.equal(bucket, torch.arange(7.0))
+    for begin, end in cuts:
+        assert torch.equal(total[str((begin, end))], torch.arange(7.0)[begin:end] + 1)
