@@ -121,9 +121,9 @@ def table(title: str, bench: Bench, measure: Callable[[Plan], int] | None = None
     low, high = peaks[0], none.peak_bytes
     between = [low + (high - low) * i // (CAPS_BETWEEN + 1) for i in range(1, CAPS_BETWEEN + 1)]
     names = ("full", "every 2nd mm", "partitioner")
-    print(f"\n{title}: {format_bytes(high)} with everything kept")
+    _say(f"\n{title}: {format_bytes(high)} with everything kept")
     head = "measured" if measure else ""
-    print(f"{'cap':>12}" + "".join(f"{n:>15}" for n in ("ours", *names)) + f"{head:>12}  best")
+    _say(f"{'cap':>12}" + "".join(f"{n:>15}" for n in ("ours", *names)) + f"{head:>12}  best")
     is_best = True
     for cap in sorted({*peaks, *between}, reverse=True):
         ours = bench.ours(cap)
@@ -140,9 +140,14 @@ def table(title: str, bench: Bench, measure: Callable[[Plan], int] | None = None
             line += f"{format_bytes(seen):>12}"
         else:
             line += f"{'':>12}"
-        print(line + ("  ours" if wins else "  NOT OURS"))
+        _say(line + ("  ours" if wins else "  NOT OURS"))
         is_best = is_best and wins
     return is_best
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _best(points: list[Point], cap: int) -> Point | None:
@@ -206,7 +211,7 @@ def main() -> int:
     """Print both tables; 0 if ours was best at every cap."""
     torch.set_num_threads(1)
     if importlib.util.find_spec("pulp") is None:
-        print("SAC MILP: torch.distributed._tools.sac_ilp needs pulp, which is not installed")
+        _say("SAC MILP: torch.distributed._tools.sac_ilp needs pulp, which is not installed")
     bench, measure = small()
     is_best = table("four layers of width 128 on this CPU", bench, measure)
     is_best &= table("four layers of Llama-2-7B, 4 x 4096 tokens, on an H100", large())

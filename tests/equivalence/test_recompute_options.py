@@ -61,7 +61,7 @@ def menus_of(name: str, mesh: MeshShape, count: int, **sizes: int) -> Menus:
 @pytest.mark.parametrize(
     ("degrees", "layers"),
     [
-        pytest.param(PLANS["tp2"], 1, id="tp2"),
+        pytest.param(PLANS["tp2"], 1, id="tp2, one layer"),
         *(pytest.param(d, 2, id=name, marks=pytest.mark.slow) for name, d in PLANS.items()),
     ],
 )
