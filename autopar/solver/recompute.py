@@ -247,7 +247,9 @@ class _Search:
             size, time_s = found.saved_bytes / self._unit_bytes, found.extra_s / self._unit_s
             lowest = lean.figures.saved_bytes / self._unit_bytes
             line = more * lowest + less * lean.figures.extra_s / self._unit_s
-            if more * size + less * time_s < line * (1 - HULL_TOLERANCE):
+            # the lean end is not quite the leanest: what lies beyond it is no corner between them
+            is_between = fast.figures.saved_bytes > found.saved_bytes > lean.figures.saved_bytes
+            if is_between and more * size + less * time_s < line * (1 - HULL_TOLERANCE):
                 points.append(point)
                 waiting += [(point, lean), (fast, point)]
         points.sort(key=lambda p: -p.figures.saved_bytes)
