@@ -183,7 +183,7 @@ def _reduce_scatter(request: Collective, group: dist.ProcessGroup, count: int) -
 
 
 def _reduce_and_keep_own(request: Collective, group: dist.ProcessGroup, count: int) -> _Pending:
-    """A reduce-scatter as gloo does it (torch 2.13): an all-reduce of a copy; here of the operand."""
+    """A reduce-scatter as gloo does it (torch 2.13), by an all-reduce; here of the operand."""
     dim = request.dim
     whole = pad(request.tensor, dim, count).movedim(dim, 0).contiguous()
     work = dist.all_reduce(whole, _OPS[request.op], group=group, async_op=True)

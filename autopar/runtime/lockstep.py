@@ -70,7 +70,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Result:
-    """What a collective or a receive gives; it is handed out once, so that nobody else keeps it alive."""
+    """What a collective or a receive gives, handed out once: nobody else keeps it alive."""
 
     box: list[torch.Tensor]
 

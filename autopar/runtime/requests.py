@@ -54,7 +54,8 @@ class Collective:
         node: Name of the operator, for messages.
         splits: Of all_to_all_rows: rows that go and that come, see :mod:`passes.comm_ops`.
         is_back: Of all_to_all_rows: whether rows go back.
-        is_given: Of all_reduce and reduce_scatter: whether the operand is the driver's to write to: nobody else will read it.
+        is_given: Of all_reduce and reduce_scatter: whether the operand is the driver's to write
+            to, since nobody else will read it.
     """
 
     kind: str

@@ -37,7 +37,7 @@ from autopar.solver.schedule_choice import (
 )
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
-from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -321,8 +321,12 @@ class Ranker:
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
-            table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-            found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
+            if choice_terms_s(parameters, chosen.options) is None:
+                # the body has no ZeRO: gradients may not reach the shards that this level stores
+                found = self._cut_own(shape, level, limit)
+            else:
+                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -383,12 +387,20 @@ class Ranker:
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
-        shape, level = ranked.shape, ranked.zero_level
+        limit = ranked.stage_problem.limit_bytes
+        better = self._cut_own(ranked.shape, ranked.zero_level, limit)
+        return ranked if isinstance(better, Misfit) else better
+
+    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
+        """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
         if key not in self._splits:
-            start = self.bodies.solved(self.bodies.body(shape.sizes)).options
-            menus = zip(problem.variables, ranked.problem.variables, strict=True)
+            body = self.bodies.body(shape.sizes)
+            start = self.bodies.solved(body).options
+            menus = zip(
+                problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
+            )
             is_alike = all(len(a.options) == len(b.options) for a, b in menus)
             self.num_split_solves += 1
             found = solve_splits(problem, start=start if is_alike else None)
@@ -396,9 +408,7 @@ class Ranker:
             self._splits[key] = found
         chosen = self._splits[key]
         table = self.tables.table(shape.sizes, problem, chosen.options)
-        limit = ranked.stage_problem.limit_bytes
-        better = self._cut(shape, level, limit, table, problem, chosen)
-        return ranked if isinstance(better, Misfit) else better
+        return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with cuts by CP-SAT under a limit.
