@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import Node
 from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import Layout
-from autopar.sharding.stages import ancestors
+from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MenuPoint, recompute_menu
@@ -261,6 +261,7 @@ class _Table:
     chosen: dict[str, SplitOption] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
+    given_s: dict[str, float] = field(default_factory=dict)  # of moving the graph's inputs
     sent_from: frozenset[str] = frozenset()
     remade_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -319,7 +320,10 @@ class _Table:
                 continue
             when = Pass.BACKWARD if node.name in self.structure.backward else Pass.FORWARD
             for operand, ref in enumerate(self.analysis.refs[node.name]):
-                self.node_s[node.name] += self._move_s(node, operand, ref, when, made)
+                move_s = self._move_s(node, operand, ref, when, made)
+                self.node_s[node.name] += move_s
+                if ref not in self.analysis.nodes:
+                    self.given_s[node.name] = self.given_s.get(node.name, 0.0) + move_s
             cost = seconds[block_of[node.name]]
             if when is Pass.BACKWARD:
                 cost.backward_s += self.node_s[node.name]
@@ -372,7 +376,8 @@ class _Table:
             self.sizes,
             choices,
             lambda node, metas: self.prices.nodes_s((node,), metas),
-            spare_s=sum(self.node_s.get(n, 0.0) for n in spare.operators) if spare else 0.0,
+            spare_s=sum(map(self._again_s, spare.operators)) if spare else 0.0,
+            spare_bytes=self._read_bytes(spare.operators, block - 1) if spare else 0,
         )
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
@@ -397,6 +402,36 @@ class _Table:
         sizes = [o.saved_bytes for o in options]
         self.remade_bytes[block] = max(sizes) - min(sizes)
         return tuple(options), remade
+
+    def _again_s(self, name: str) -> float:
+        """Seconds of making a value again, from inputs that are kept as it reads them.
+
+        A view costs what bringing its operand to it does.
+        """
+        time_s = self.node_s.get(name, 0.0) - self.given_s.get(name, 0.0)
+        if time_s and self.structure.nodes[name].op in VIEW_OPS:
+            time_s -= self.chosen[name].time_s / self.problem.num_microbatches
+        return time_s
+
+    def _read_bytes(self, operators: Sequence[str], block: int) -> int:
+        """Bytes of the graph's inputs in the layouts that operators read and backward does not."""
+        there = set(self._inputs_read(self.analysis.chain.blocks[block].backward))
+        found = 0
+        for ref, want in set(self._inputs_read(operators)) - there:
+            meta, have = self.structure.metas[ref], self._layout(ref)
+            if have != want and self.prices.move_s(meta, have, want) is not None:
+                found += self.prices.local(meta, want).bytes
+        return found
+
+    def _inputs_read(self, operators: Sequence[str]) -> Iterable[tuple[str, Layout]]:
+        """Inputs of the graph that operators read, with the layouts in which they do."""
+        for name in operators:
+            if name not in self.node_s:
+                continue
+            for operand, ref in enumerate(self.analysis.refs[name]):
+                want = self.chosen[name].operands[operand]
+                if ref not in self.analysis.nodes and ref in self.structure.metas:
+                    yield ref, want
 
     def _points(
         self, problem: RecomputeProblem, block: int, word: str | None

@@ -13,7 +13,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
@@ -52,7 +52,6 @@ from autopar.solver.stages_problem import (
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 4
-HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
 REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
@@ -590,16 +589,3 @@ def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
         stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
         estimate_s=found.time_s,
     )
-
-
-def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
-    """The shapes that people set up by hand: powers of two over tensors, small micro-batches.
-
-    Args:
-        shapes: The declared space.
-        batch: Samples of a step.
-    """
-    for shape in shapes:
-        tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
-        if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
-            yield shape

@@ -169,11 +169,8 @@ class BlockLocalizer:
             return None
         if self._counted_at.get(names[0]) != block:
             return None
-        order = [
-            n
-            for n in chain.blocks[block - 1].forward
-            if n in operators and nodes[n].op not in VIEW_OPS
-        ]
+        # views too: some ranks' views are followed by a change of layout, which is made again
+        order = [n for n in chain.blocks[block - 1].forward if n in operators]
         return Spare(names[0], tuple(order))
 
     def _is_at_hand(self, name: str, block: int) -> bool:
@@ -237,6 +234,7 @@ class BlockLocalizer:
         op_s: OpSeconds,
         *,
         spare_s: float = 0.0,
+        spare_bytes: int = 0,
     ) -> RecomputeProblem:
         """The problem of a block.
 
@@ -246,6 +244,7 @@ class BlockLocalizer:
             choices: Splits by axis, as in :class:`~autopar.sharding.decisions.Decisions`.
             op_s: Seconds of a local operator, given the metas of all local values.
             spare_s: Seconds of making the block's spare value again.
+            spare_bytes: Bytes that are kept for that.
         """
         graph = self._part(block)
         decisions = Decisions(axis_sizes=sizes, choices=choices)
@@ -265,6 +264,7 @@ class BlockLocalizer:
             op_s=op_s,
             spare=self.spares[block],
             spare_s=spare_s,
+            spare_bytes=spare_bytes,
         )
 
     def _part(self, block: int) -> Graph:
@@ -321,6 +321,7 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
     op_s: OpSeconds,
     spare: Spare | None = None,
     spare_s: float = 0.0,
+    spare_bytes: int = 0,
 ) -> RecomputeProblem:
     """Local operators as numbers.
 
@@ -336,6 +337,7 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
         op_s: Seconds of an operator, given the metas of all values.
         spare: An input that may be made again, if there is one.
         spare_s: Seconds of that.
+        spare_bytes: Bytes that are kept for that.
     """
     program = Graph(tuple(inputs), tuple(nodes), ())
     memory = storages(program)
@@ -352,23 +354,28 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
     if spared and spare is not None:
         builder.groups[spared] = 0
         held = builder.held(spared)
-        ops.append(BlockOp(reads=(), group=0, seconds=spare_s, makes=held, holds=held))
+        reads = (len(names),)  # the input that stands for all that is kept for it
+        ops.append(BlockOp(reads=reads, group=0, seconds=spare_s, makes=held, holds=held))
     ops += [builder.op(node) for node in nodes]
     groups: list[tuple[str, ...]] = [(name,) for name in builder.groups]
+    storage_bytes, kept_bytes = tuple(memory.bytes.values()), builder.kept_bytes(elsewhere)
+    read = [
+        BlockInput(
+            holds=builder.held(i.name),
+            is_received=i.name in received,
+            is_gradient=i.kind is InputKind.RECV and i.name not in received,
+        )
+        for i in given
+    ]
     if spared and spare is not None:
         groups[0] = spare.operators
+        read.append(BlockInput(holds=(len(storage_bytes),), is_received=True))
+        storage_bytes, kept_bytes = (*storage_bytes, spare_bytes), (*kept_bytes, spare_bytes)
     return RecomputeProblem(
         ops=tuple(ops),
-        inputs=tuple(
-            BlockInput(
-                holds=builder.held(i.name),
-                is_received=i.name in received,
-                is_gradient=i.kind is InputKind.RECV and i.name not in received,
-            )
-            for i in given
-        ),
-        storage_bytes=tuple(memory.bytes.values()),
-        kept_bytes=builder.kept_bytes(elsewhere),
+        inputs=tuple(read),
+        storage_bytes=storage_bytes,
+        kept_bytes=kept_bytes,
         forward_roots=tuple(builder.numbers[n] for n in forward_roots),
         backward_roots=tuple(builder.numbers[n] for n in backward_roots),
         sent_roots=tuple(builder.numbers[n] for n in sent_roots),

@@ -71,7 +71,9 @@ class SavedValues:
         }
         spares = {
             analysis.value_keys.get(s.name, s.name): tuple(
-                group_of[n] for n in s.operators if n in group_of
+                group_of[n]
+                for n in s.operators
+                if n in group_of and structure.nodes[n].op not in VIEW_OPS
             )
             for s in self.spares
             if s is not None

@@ -23,12 +23,12 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, shapes
+from autopar.solver.candidates import Shape, grid, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker, grid
+from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes

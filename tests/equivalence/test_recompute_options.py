@@ -15,6 +15,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.constraints import Constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.force import ProportionalCostModel
+from autopar.solver.greedy_stages import exchange_steps
 from autopar.solver.ranking import Ranked, Ranker
 from autopar.solver.search import decisions_for
 from tests.equivalence.harness import Problem, actions_for, problem_of
@@ -105,3 +106,26 @@ def _setting(menus: Menus, mesh: MeshShape, count: int) -> Setting:
         schedule=ScheduleKind.ONE_F_ONE_B, num_microbatches=count,
         zero_levels=(0,) * mesh.num_stages, optimizer="adamw", optimizer_s_per_byte=0.0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [PLANS["mb2"], PLANS["tp2"]], ids=["mb2", "tp2"])
+def test_no_option_costs_less_than_the_bound_of_what_giving_up_saved_values_costs(degrees):
+    mesh, count = degrees
+    menus = menus_of("llama", mesh, count, layers=3)
+    ranker = Ranker(menus.analysis, MEMORY)
+    body = ranker.bodies.body((count, mesh.dp, mesh.tp))
+    _, steps = exchange_steps([b.options for b in body.least])
+    blocks = menus.ranked.stage_problem.blocks
+    for index in range(menus.count):
+        chosen = [b.options[min(index, len(b.options) - 1)] for b in blocks]
+        least_s = sum(b.options[0].total_s for b in body.least)
+        room = sum(o.saved_bytes for o in chosen)
+        room -= sum(b.options[0].saved_bytes for b in body.least)
+        for step in steps:
+            if room >= 0:
+                break
+            moved = min(1.0, -room / step.bytes)
+            least_s += moved * step.seconds
+            room += moved * step.bytes
+        assert room >= -1, index
+        assert sum(o.total_s for o in chosen) >= least_s * (1 - 1e-9), index
