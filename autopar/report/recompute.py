@@ -1,8 +1,15 @@
-"""Which modules are computed again in backward, and about how many bytes that saves."""
+"""Which modules are computed again in backward, and about how many bytes that saves.
+
+Words are by layer: ``everything``; or what alone is kept, ``everything but self_attn.q_proj``; or
+what alone is made again, ``only input_layernorm, mul of mlp``, whichever list is shorter. A module
+is named alone if all that backward needs of it has the same fate, else the kinds of its operators
+are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph, Node, Phase, TensorMeta
@@ -63,9 +70,14 @@ class _Reader:
                 self.forward[node.name] = node
                 self.stage_of[node.name] = stage
 
-    def kept_bytes(self, dropped: Collection[str]) -> dict[int, int]:
-        """Bytes that stages keep per micro-batch if the values of ``dropped`` are not kept."""
+    def needs(self, dropped: Collection[str]) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
+        """What backward needs if the values of ``dropped`` are not kept: (stage, value).
+
+        Returns:
+            What is kept, and what is made again; views are neither.
+        """
         kept: set[tuple[int, str]] = set()
+        again: set[tuple[int, str]] = set()
         seen: set[tuple[int, str]] = set()
         waiting = [
             (self.stage_of[ref], ref)
@@ -85,25 +97,46 @@ class _Reader:
             if is_view or (is_here and self._maker(node).name in dropped):
                 refs = node.refs() if is_view else self._maker(node).refs()
                 waiting += [(stage, ref) for ref in refs if ref in self.forward]
+                if not is_view:
+                    again.add(key)
             else:
                 kept.add(key)
+        return kept, again
+
+    def kept_bytes(self, dropped: Collection[str]) -> dict[int, int]:
+        """Bytes that stages keep per micro-batch if the values of ``dropped`` are not kept."""
         result: dict[int, int] = {}
-        for stage, name in kept:
+        for stage, name in self.needs(dropped)[0]:
             result[stage] = result.get(stage, 0) + self._local_bytes(self.forward[name])
         return result
 
     def blocks(self, stage: int, dropped: Collection[str]) -> list[tuple[str, str]]:
         """(Blocks, what of them is computed again), blocks with the same words together."""
-        again: dict[str, list[str]] = {}
-        kept: dict[str, list[str]] = {}
-        for name, node in self.forward.items():
-            if self.stage_of[name] == stage and node.op not in VIEW_OPS:
-                table = again if name in dropped else kept
-                table.setdefault(_block(node.scope), []).append(_kind(node.op))
+        kept, again = self.needs(dropped)
         groups: dict[str, list[str]] = {}
-        for block, kinds in again.items():
-            groups.setdefault(_words(kinds, kept.get(block, ())), []).append(block)
+        own = self._by_block(stage, again)
+        held = self._by_block(stage, kept)
+        for block, operators in own.items():
+            words = _words(operators, held.get(block, ()))
+            groups.setdefault(words, []).append(block)
         return [(", ".join(fold_scopes(_leaves(found))), words) for words, found in groups.items()]
+
+    def _by_block(
+        self, stage: int, keys: Collection[tuple[int, str]]
+    ) -> dict[str, list[tuple[str, str]]]:
+        """Block -> (module inside it, kind) of the operators of a stage, in the graph's order."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        makers = dict.fromkeys(
+            self._maker(node).name for name, node in self.forward.items() if (stage, name) in keys
+        )
+        for name in makers:
+            node = self.forward[name]
+            if self.stage_of[name] != stage:
+                continue
+            block = _block(node.scope)
+            inner = node.scope[len(block) :].lstrip(".") if node.scope.startswith(block) else ""
+            found.setdefault(block, []).append((inner, _kind(node.op)))
+        return found
 
     def _maker(self, node: Node) -> Node:
         """The operator whose result a ``getitem`` picks; else the node itself."""
@@ -153,14 +186,33 @@ def _kind(op: str) -> str:
     return parts[1] if len(parts) > 1 else op
 
 
-def _words(again: Iterable[str], kept: Collection[str]) -> str:
-    kinds = list(dict.fromkeys(again))
-    others = list(dict.fromkeys(kept))
-    if not others:
+def _words(again: Collection[tuple[str, str]], kept: Collection[tuple[str, str]]) -> str:
+    """What is made again of a block, given (module, kind) of its operators on either side.
+
+    >>> _words([("mlp", "mul"), ("norm", "rsqrt")], [("mlp", "mul"), ("up", "mm"), ("q", "mm")])
+    'only 1 of 2 mul of mlp, norm'
+    """
+    if not kept:
         return "everything"
-    if len(others) <= len(kinds):
-        return f"everything but {', '.join(others)}"
-    return f"only {', '.join(kinds)}"
+    less, more = _items(again, kept), _items(kept, again)
+    if len(more) <= len(less):
+        return f"everything but {', '.join(more)}"
+    return f"only {', '.join(less)}"
+
+
+def _items(side: Collection[tuple[str, str]], other: Collection[tuple[str, str]]) -> list[str]:
+    """Names of one side: whole modules, or kinds of operators of shared ones."""
+    shared = {module for module, _ in other}
+    here, there = Counter(side), Counter(other)
+    found: dict[str, None] = {}
+    for module, kind in side:
+        if module and module not in shared:
+            found[module] = None
+            continue
+        count, total = here[module, kind], here[module, kind] + there[module, kind]
+        text = kind if count == total else f"{count} of {total} {kind}"
+        found[f"{text} of {module}" if module else text] = None
+    return list(found)
 
 
 def recompute_summary(facts: Mapping[int, tuple[str, ...]]) -> list[tuple[list[int], str]]:

@@ -1,8 +1,11 @@
 """What each block costs under chosen splits: the menus from which stages are built.
 
-Seconds are sums of the same prices as in the splits problem, laid out by block and pass. Bytes are
-estimates (a plan that is kept is measured exactly): what backward reads, with views resolved, in
-the layout in which it is kept. Three ways to run a block:
+Seconds are sums of the same prices as in the splits problem, laid out by block and pass. A block's
+options differ by what it keeps for its backward and what it makes again
+(:mod:`autopar.solver.recompute`): from ``none`` (all that backward reads is kept) over ``keep 61%``
+(of those bytes) to ``full`` (as little as possible is kept). Bytes are those of the block's own
+local operators; a plan that is kept is measured exactly. Where the user asks for a word, the menu
+has that option alone:
 
 * ``none``: everything that backward reads is kept;
 * ``selective``: matmuls, convolutions and attention are kept, what lies between is made again;
@@ -14,20 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.graph import Node
+from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
+from autopar.solver.recompute import MenuPoint, recompute_menu
+from autopar.solver.recompute_blocks import BlockLocalizer
+from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
+from autopar.solver.splits import tp_choices
 from autopar.solver.splits_problem import Pass, SplitOption, SplitsProblem
 from autopar.solver.splits_structure import GroupKind, SplitsStructure
 from autopar.solver.stages_problem import BlockMenu, Option
 from cost_models.flops import OpClass, work_of
 
-RECOMPUTE = ("none", "selective", "full")
 KEPT_CLASSES = frozenset({OpClass.MATMUL, OpClass.ATTENTION, OpClass.CONV})
-# Tensors of the largest size in a block that are alive at once, beyond what is saved.
-TRANSIENT_TENSORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,7 @@ class BlockTable:
     """Menus of all blocks under one choice of splits.
 
     Attributes:
-        menus: By block; the options are named as in :data:`RECOMPUTE`.
+        menus: By block.
         boundary_bytes: Per boundary, bytes of a message forward and of one backward.
         recompute: Per block, option name -> forward operators whose values are not kept.
     """
@@ -50,11 +55,12 @@ class BlockTables:
 
     Args:
         analysis: Model and cluster.
+        localizer: Of the same model, made before.
     """
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, localizer: BlockLocalizer | None = None) -> None:
         self._analysis = analysis
-        self._sets = tuple(_recompute_sets(analysis, b.forward) for b in analysis.chain.blocks)
+        self._localizer = localizer or BlockLocalizer(analysis)
         sent = {n.partition("#")[0] for cut in analysis.chain.backward_cuts for n in cut}
         # operators that the gradients between blocks come from: the first half of a split backward
         self._sent_from = ancestors(analysis.graph, sent)
@@ -82,7 +88,7 @@ class BlockTables:
         if key not in self._bases:  # the level changes parameters only
             prices = self._analysis.prices(sizes)
             made = _Table(
-                self._analysis, structure, prices, problem, options, self._sets,
+                self._analysis, structure, prices, problem, options, self._localizer, sizes,
                 sent_from=self._sent_from,
             )  # fmt: skip
             self._bases[key] = made.build()
@@ -104,7 +110,7 @@ class BlockTables:
                 )
             )
         return BlockTable(
-            menus=tuple(menus), boundary_bytes=base.boundary_bytes, recompute=self._sets
+            menus=tuple(menus), boundary_bytes=base.boundary_bytes, recompute=base.recompute
         )
 
     def home(self, structure: SplitsStructure) -> Mapping[str, int]:
@@ -122,24 +128,17 @@ class BlockTables:
         return self._homes[key]
 
 
-def _recompute_sets(analysis: Analysis, forward: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Option name -> operators of a block whose values are not kept.
-
-    What crosses from block to block is always kept: else making the last block again would mean
-    making all blocks again, with everything alive at once.
-    """
-    crossing = {name for cut in analysis.chain.forward_cuts for name in cut}
-    crossing |= {analysis.nodes[n].refs()[0] for n in crossing if analysis.nodes[n].op == "getitem"}
-    forward = [name for name in forward if name not in crossing]
+def light_operators(analysis: Analysis, names: Sequence[str]) -> tuple[str, ...]:
+    """Those that are no matmul, convolution or attention: what ``selective`` makes again."""
     light = []
-    for name in forward:
+    for name in names:
         node = analysis.nodes[name]
         if node.op == "getitem":
             node = analysis.nodes[node.refs()[0]]
         metas = [analysis.metas.get(r) for r in node.refs()]
         if work_of(node.op, node.args, metas, node.meta).op_class not in KEPT_CLASSES:
             light.append(name)
-    return {"none": (), "selective": tuple(light), "full": tuple(forward)}
+    return tuple(light)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +148,12 @@ class _Base:
     Attributes:
         menus: Per block its kind and options.
         boundary_bytes: As in the table.
+        recompute: As in the table.
     """
 
     menus: tuple[tuple[object, tuple[Option, ...]], ...]
     boundary_bytes: tuple[tuple[int, int], ...]
+    recompute: tuple[Mapping[str, tuple[str, ...]], ...]
 
 
 @dataclass(slots=True)
@@ -255,40 +256,49 @@ class _Table:
     prices: PriceList
     problem: SplitsProblem
     options: Sequence[int]
-    sets: Sequence[Mapping[str, tuple[str, ...]]]
+    localizer: BlockLocalizer
+    sizes: tuple[int, int, int]
     chosen: dict[str, SplitOption] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
-    first_need: dict[str, int] = field(default_factory=dict)
-    forward: set[str] = field(default_factory=set)
+    given_s: dict[str, float] = field(default_factory=dict)  # of moving the graph's inputs
     sent_from: frozenset[str] = frozenset()
+    remade_bytes: dict[int, int] = field(default_factory=dict)
 
     def build(self) -> _Base:
         for variable, at in zip(self.problem.variables, self.options, strict=True):
             self.chosen.update(dict.fromkeys(variable.members, variable.options[at]))
         chain = self.analysis.chain
         self.keys = self.analysis.value_keys
-        self.forward = {n for block in chain.blocks for n in block.forward}
         seconds = [_Seconds() for _ in chain.blocks]
         self._operators(seconds)
-        self._first_needs()
         menus: list[tuple[object, tuple[Option, ...]]] = []
-        known: dict[object, tuple[Option, ...]] = {}
+        recompute: list[Mapping[str, tuple[str, ...]]] = []
+        known: dict[object, tuple[int, tuple[Option, ...], Mapping[str, tuple[str, ...]]]] = {}
         for block in chain.blocks:
             cost = seconds[block.index]
-            fixed = self.analysis.constraints.recompute_of(block.scope)
-            words = tuple(w for w in RECOMPUTE if fixed in (None, w))
+            word = self.analysis.constraints.recompute_of(block.scope)
             seconds_ = (cost.forward_s, cost.backward_s, cost.weight_s)
-            key = (block.key, *(f"{s:.9e}" for s in seconds_), words)
+            own = self.localizer.key(block.index)
+            key = (block.key, own, *(f"{s:.9e}" for s in seconds_), word)
             if key not in known:
-                known[key] = self._menu(block.index, cost, words)
-            menus.append((key, known[key]))
+                known[key] = (block.index, *self._menu(block.index, cost, word))
+            first, options, remade = known[key]
+            self.remade_bytes[block.index] = self.remade_bytes[first]
+            menus.append((key, options))
+            recompute.append(
+                {
+                    name: self.localizer.same_in(first, block.index, operators)
+                    for name, operators in remade.items()
+                }
+            )
         return _Base(
             menus=tuple(menus),
             boundary_bytes=tuple(
                 (self._sum_bytes(ahead), self._sum_bytes(back))
                 for ahead, back in zip(chain.forward_cuts, chain.backward_cuts, strict=True)
             ),
+            recompute=tuple(recompute),
         )
 
     # -- seconds -------------------------------------------------------------------------------
@@ -310,7 +320,10 @@ class _Table:
                 continue
             when = Pass.BACKWARD if node.name in self.structure.backward else Pass.FORWARD
             for operand, ref in enumerate(self.analysis.refs[node.name]):
-                self.node_s[node.name] += self._move_s(node, operand, ref, when, made)
+                move_s = self._move_s(node, operand, ref, when, made)
+                self.node_s[node.name] += move_s
+                if ref not in self.analysis.nodes:
+                    self.given_s[node.name] = self.given_s.get(node.name, 0.0) + move_s
             cost = seconds[block_of[node.name]]
             if when is Pass.BACKWARD:
                 cost.backward_s += self.node_s[node.name]
@@ -348,121 +361,107 @@ class _Table:
     def _sum_bytes(self, names: Iterable[str]) -> int:
         return sum(self._local_bytes(name) for name in names)
 
-    def _is_forward(self, name: str) -> bool:
-        return name in self.structure.nodes and name not in self.structure.backward
+    # -- options -------------------------------------------------------------------------------
+    def _menu(
+        self, block: int, cost: _Seconds, word: str | None
+    ) -> tuple[tuple[Option, ...], dict[str, tuple[str, ...]]]:
+        """A block's options, and what each of them makes again."""
+        choices: dict[str, Mapping[str, Choice]] = dict(
+            self.analysis.data(self.sizes[0], self.sizes[1]).choices
+        )
+        choices["tp"] = tp_choices(self.problem, self.options)
+        spare = self.localizer.spares[block]
+        problem = self.localizer.problem(
+            block,
+            self.sizes,
+            choices,
+            lambda node, metas: self.prices.nodes_s((node,), metas),
+            spare_s=sum(map(self._again_s, spare.operators)) if spare else 0.0,
+            spare_bytes=self._read_bytes(spare.operators, block - 1) if spare else 0,
+        )
+        points = self._points(problem, block, word)
+        common = self._sum_bytes(self.localizer.common) if block == 0 else 0
+        options, remade = [], {}
+        for name, point in zip(_names(points, word), points, strict=True):
+            found = point.figures
+            remade[name] = point.groups
+            transient = found.transient_bytes
+            if spare and spare.name in point.groups:
+                transient += self.remade_bytes[block - 1]
+            options.append(
+                Option(
+                    name=name,
+                    forward_s=cost.forward_s,
+                    backward_s=cost.backward_s + found.extra_s,
+                    saved_bytes=found.saved_bytes + common,
+                    transient_bytes=transient,
+                    weight_s=cost.weight_s,
+                    held_bytes=held_bytes(problem, found.remade),
+                )
+            )
+        sizes = [o.saved_bytes for o in options]
+        self.remade_bytes[block] = max(sizes) - min(sizes)
+        return tuple(options), remade
 
-    def _reads_of_backward(self, block: int) -> dict[str, int]:
-        """Forward values that a block's backward reads -> bytes in the layout that is kept."""
-        found: dict[str, int] = {}
-        for name in self.analysis.chain.blocks[block].backward:
-            node = self.structure.nodes[name]
-            if name not in self.node_s and node.op != "getitem":
-                continue
-            for operand, ref in enumerate(self.analysis.refs[name]):
-                if not self._is_forward(ref):
-                    continue
-                amount = self._local_bytes(ref)
-                meta = self.structure.metas.get(ref)
-                if meta is not None and name in self.chosen:
-                    want = self.chosen[name].operands[operand]
-                    amount = min(amount, self.prices.local(meta, want).bytes)
-                found[ref] = max(found.get(ref, 0), amount)
+    def _again_s(self, name: str) -> float:
+        """Seconds of making a value again, from inputs that are kept as it reads them.
+
+        A view costs what bringing its operand to it does.
+        """
+        time_s = self.node_s.get(name, 0.0) - self.given_s.get(name, 0.0)
+        if time_s and self.structure.nodes[name].op in VIEW_OPS:
+            time_s -= self.chosen[name].time_s / self.problem.num_microbatches
+        return time_s
+
+    def _read_bytes(self, operators: Sequence[str], block: int) -> int:
+        """Bytes of the graph's inputs in the layouts that operators read and backward does not."""
+        there = set(self._inputs_read(self.analysis.chain.blocks[block].backward))
+        found = 0
+        for ref, want in set(self._inputs_read(operators)) - there:
+            meta, have = self.structure.metas[ref], self._layout(ref)
+            if have != want and self.prices.move_s(meta, have, want) is not None:
+                found += self.prices.local(meta, want).bytes
         return found
 
-    def _first_needs(self) -> None:
-        for block in self.analysis.chain.blocks:
-            for name in self._kept(block.index, frozenset())[0]:
-                self.first_need.setdefault(name, block.index)
-
-    def _kept(self, block: int, recompute: frozenset[str]) -> tuple[dict[str, int], set[str]]:
-        """What a block keeps for its backward (root -> bytes), and what backward makes again."""
-        kept: dict[str, int] = {}
-        again: set[str] = set()
-        stack = list(self._reads_of_backward(block).items())
-        block_of = self.analysis.chain.block_of
-        while stack:
-            name, amount = stack.pop()
-            node = self.structure.nodes[name]
-            is_here = block_of[name] == block and self._base(name) in recompute
-            is_view = node.op in VIEW_OPS and node.op != "getitem"
-            if is_view or is_here or self._base(name) not in self.forward:
-                if name in again:
-                    continue
-                again.add(name)
-                for ref in self.analysis.refs[name]:
-                    if self._is_forward(ref):
-                        inner = self._local_bytes(ref)
-                        stack.append((ref, amount if node.op in VIEW_OPS else inner))
+    def _inputs_read(self, operators: Sequence[str]) -> Iterable[tuple[str, Layout]]:
+        """Inputs of the graph that operators read, with the layouts in which they do."""
+        for name in operators:
+            if name not in self.node_s:
                 continue
-            key = self.keys.get(name, name)
-            kept[key] = max(kept.get(key, 0), amount)
-        return kept, again
+            for operand, ref in enumerate(self.analysis.refs[name]):
+                want = self.chosen[name].operands[operand]
+                if ref not in self.analysis.nodes and ref in self.structure.metas:
+                    yield ref, want
 
-    def _held(self, block: int) -> int:
-        """Bytes that the gradients of a block's weights are made from, whatever is made again."""
-        found: dict[str, int] = {}
-        for name in self.analysis.chain.blocks[block].backward:
-            if name in self.sent_from or name not in self.node_s:
-                continue
-            for ref in self.analysis.refs[name]:
-                at = ref
-                while (node := self.structure.nodes.get(at)) and node.op in VIEW_OPS - {"getitem"}:
-                    at = self.analysis.refs[at][0]
-                if self._is_forward(at) or at in self.sent_from:
-                    key = self.keys.get(at, at)
-                    found[key] = max(found.get(key, 0), self._local_bytes(at))
-        return sum(found.values())
+    def _points(
+        self, problem: RecomputeProblem, block: int, word: str | None
+    ) -> tuple[MenuPoint, ...]:
+        if word is None:
+            return recompute_menu(problem)
+        names: Sequence[str] = ()
+        if word != "none":
+            names = self.localizer.candidates(block)
+        if word == "selective":
+            names = light_operators(self.analysis, names)
+        numbers = {group[0]: i for i, group in enumerate(problem.groups) if len(group) == 1}
+        found = figures(problem, [numbers[n] for n in names if n in numbers])
+        return (MenuPoint(groups=tuple(names), figures=found),)
 
-    def _base(self, name: str) -> str:
-        return self.keys.get(name, name).partition("#")[0]
 
-    def _menu(
-        self,
-        block: int,
-        cost: _Seconds,
-        words: Sequence[str],
-    ) -> tuple[Option, ...]:
-        menu: list[Option] = []
-        largest = self._largest(block)
-        whole = self._saved(block, self._kept(block, frozenset())[0])
-        held = self._held(block)
-        for word in words:
-            kept, again = self._kept(block, frozenset(self.sets[block][word]))
-            extra_s = sum(
-                self.node_s.get(n, 0.0)
-                for n in {self._base(a) for a in again}
-                # what only backward needs is in the block's backward seconds already
-                if n in self.forward and self.structure.nodes[n].op not in VIEW_OPS
-            )
-            saved = self._saved(block, kept)
-            transient = TRANSIENT_TENSORS * largest + max(0, whole - saved)
-            option = Option(
-                name=word,
-                forward_s=cost.forward_s,
-                backward_s=cost.backward_s + extra_s,
-                saved_bytes=saved,
-                transient_bytes=transient,
-                weight_s=cost.weight_s,
-                held_bytes=held,
-            )
-            is_worse = any(o.saved_bytes <= saved and o.total_s <= option.total_s for o in menu)
-            if not is_worse or len(words) == 1:
-                menu.append(option)
-        return tuple(menu)
-
-    def _saved(self, block: int, kept: Mapping[str, int]) -> int:
-        """Bytes, each value with the first block that needs it."""
-        return sum(n for name, n in kept.items() if self.first_need.get(name, block) == block)
-
-    def _largest(self, block: int) -> int:
-        members = self.analysis.chain.blocks[block]
-        sizes = [
-            self.prices.local(meta, layout).bytes
-            for name in (*members.forward, *members.backward)
-            if name in self.node_s
-            for meta, layout in zip(
-                self.structure.nodes[name].metas(), self.chosen[name].results, strict=True
-            )
-            if isinstance(meta, TensorMeta)
-        ]
-        return max(sizes, default=0)
+def _names(points: Sequence[MenuPoint], word: str | None) -> list[str]:
+    """Names of options: by how much of the bytes they keep."""
+    if word is not None:
+        return [word]
+    most = max(points[0].figures.saved_bytes, 1)
+    names = []
+    for at, point in enumerate(points):
+        share = 100 * point.figures.saved_bytes / most
+        name = f"keep {share:.0f}%"
+        if not point.groups:
+            name = "none"
+        elif at > 0 and at == len(points) - 1:
+            name = "full"
+        elif name in names:
+            name = f"keep {share:.3f}%"
+        names.append(name)
+    return names

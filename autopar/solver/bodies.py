@@ -19,6 +19,7 @@ from autopar.sharding.propagate import AxisChoices
 from autopar.sharding.signature import AxisStrategy
 from autopar.solver.analysis import Analysis
 from autopar.solver.pipeline_bound import Floor
+from autopar.solver.recompute_blocks import Spare
 from autopar.solver.saved_values import SavedValues
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import (
@@ -70,11 +71,13 @@ class Bodies:
 
     Attributes:
         analysis: Model and cluster.
+        spares: By block a boundary's value that may be made again.
         num_solves: Mixed-integer programs solved.
         num_columns: Columns of the largest.
     """
 
     analysis: Analysis
+    spares: tuple[Spare | None, ...]
     num_solves: int = 0
     num_columns: int = 0
     _bodies: dict[object, Body] = field(default_factory=dict)
@@ -107,7 +110,7 @@ class Bodies:
         """What backward needs of forward, block by block."""
         key = id(structure)
         if key not in self._saved:
-            self._saved[key] = SavedValues(self.analysis, structure)
+            self._saved[key] = SavedValues(self.analysis, structure, self.spares)
         return self._saved[key]
 
     # -- who shares a body ---------------------------------------------------------------------

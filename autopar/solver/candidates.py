@@ -17,6 +17,8 @@ from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import Constraints
 
+HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
+
 MAX_MICROBATCH_COUNTS = 7  # divisors tried per mesh, spread evenly if there are more
 ALL_COUNTS_UP_TO = 8
 VIRTUAL_STAGES = (2, 4)
@@ -218,3 +220,16 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
         f"pp={wish.pp or 'any'}, {stages} stages or more on {total} devices with "
         f"{len(analysis.chain.blocks)} blocks and a batch of {batch}; free one of them"
     )
+
+
+def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
+    """The shapes that people set up by hand: powers of two over tensors, small micro-batches.
+
+    Args:
+        shapes: The declared space.
+        batch: Samples of a step.
+    """
+    for shape in shapes:
+        tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
+        if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
+            yield shape

@@ -13,7 +13,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
@@ -25,6 +25,7 @@ from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
+from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.schedule_choice import (
     ChosenOrder,
     alive_of,
@@ -51,8 +52,8 @@ from autopar.solver.stages_problem import (
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 4
-HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 LEAN = 1.02  # states within this of the least are as lean as can be
+REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +150,9 @@ class Ranker:
     _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.bodies = Bodies(self.analysis)
-        self.tables = BlockTables(self.analysis)
+        localizer = BlockLocalizer(self.analysis)
+        self.bodies = Bodies(self.analysis, localizer.spares)
+        self.tables = BlockTables(self.analysis, localizer)
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int) -> float:
@@ -422,6 +424,19 @@ class Ranker:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
 
+    def reopened(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
+        """The same cuts with options chosen anew under another limit, from the ones it has."""
+        old, stages = ranked.stage_problem, ranked.stages
+        problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
+        self.num_stage_solves += 1
+        found = solve_stages(
+            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
+        )
+        problem = replace(problem, fixed_starts=old.fixed_starts)
+        if found is None:
+            return Misfit(ranked.shape, ranked.zero_level, problem)
+        return self._estimated(replace(ranked, stage_problem=problem, stages=found))
+
     def _cut(
         self,
         shape: Shape,
@@ -575,16 +590,3 @@ def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
         stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
         estimate_s=found.time_s,
     )
-
-
-def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
-    """The shapes that people set up by hand: powers of two over tensors, small micro-batches.
-
-    Args:
-        shapes: The declared space.
-        batch: Samples of a step.
-    """
-    for shape in shapes:
-        tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
-        if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
-            yield shape

@@ -2,7 +2,8 @@
 
 For bounds: whatever splits are chosen and whatever is recomputed, a value that backward reads is
 either kept, in bytes that no layout makes fewer, or made again by its operator, in seconds that no
-split makes fewer. What crosses from block to block is kept under every choice.
+split makes fewer. What crosses from block to block is kept under every choice but for *spare*
+values: these cost all operators that lead to them in the block before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.sharding.placement import Layout, R
 from autopar.sharding.stages import VIEW_OPS
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
+from autopar.solver.recompute_blocks import Spare
 from autopar.solver.splits_problem import SplitsProblem
 from autopar.solver.splits_structure import SplitsStructure
 
@@ -32,13 +34,13 @@ class _Root:
         variable: Who makes it.
         result: Which of its results.
         shares: Values that the same operator makes for backward.
-        may_go: Whether it may be made again.
+        makers: Who is run to make it again; empty if it is kept under every choice.
     """
 
     variable: int
     result: int
     shares: int
-    may_go: bool
+    makers: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -48,10 +50,13 @@ class SavedValues:
     Args:
         analysis: Model and cluster.
         structure: Groups of operators.
+        spares: By block a value from the block before that may be made again, None if there is
+            none.
     """
 
     analysis: Analysis
     structure: SplitsStructure
+    spares: tuple[Spare | None, ...]
     _roots: list[tuple[_Root, ...]] = field(init=False)
     _group_of: dict[str, int] = field(init=False)
 
@@ -64,22 +69,30 @@ class SavedValues:
             for cut in analysis.chain.forward_cuts
             for name in cut
         }
+        spares = {
+            analysis.value_keys.get(s.name, s.name): tuple(
+                group_of[n]
+                for n in s.operators
+                if n in group_of and structure.nodes[n].op not in VIEW_OPS
+            )
+            for s in self.spares
+            if s is not None
+        }
         forward = {n for block in analysis.chain.blocks for n in block.forward}
         seen: set[str] = set()
         self._roots = []
         for block in analysis.chain.blocks:
             keys: dict[str, None] = {}
-            stack = [
-                ref
-                for name in block.backward
-                if name in group_of or structure.nodes[name].op == "getitem"
-                for ref in analysis.refs[name]
-            ]
+            readers = [name for name in block.backward if name in group_of]
+            stack = [ref for name in readers for ref in analysis.refs[name]]
             visited: set[str] = set()
             while stack:
                 name = stack.pop()
                 node = structure.nodes.get(name)
-                if node is None or name in structure.backward or name in visited:
+                if node is None or name in visited:
+                    continue
+                is_item = name in analysis.value_keys  # of an operator of forward, maybe
+                if name in structure.backward and not is_item:
                     continue
                 visited.add(name)
                 key = analysis.value_keys.get(name, name)
@@ -96,7 +109,7 @@ class SavedValues:
                         group_of[base],
                         int(key.partition("#")[2] or 0),
                         bases.count(base),
-                        key not in crossing,
+                        spares.get(key, ()) if key in crossing else (group_of[base],),
                     )
                     for key, base in zip(keys, bases, strict=True)
                     if base in group_of
@@ -160,8 +173,8 @@ class SavedValues:
             layout = problem.variables[root.variable].options[0].results[root.result]
             size = _least_bytes(meta, layout, prices)
             total += size
-            if root.may_go and size > 0:
-                seconds = operator_s.get(root.variable, 0.0) / root.shares
+            if root.makers and size > 0:
+                seconds = sum(operator_s.get(at, 0.0) for at in root.makers) / root.shares
                 steps.append((seconds / size, size, seconds))
         steps.sort()
         merged: list[tuple[float, int, float]] = []

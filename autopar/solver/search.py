@@ -23,11 +23,12 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, shapes
+from autopar.solver.candidates import Shape, grid, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker, grid
+from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
@@ -166,13 +167,26 @@ class _Search:
         self._phase("ranking")
         self.stats.stopped_by = master.stopped_by
         self.stats.num_split_solves = ranker.num_split_solves + ranker.bodies.num_solves
-        self.stats.num_stage_solves = ranker.num_stage_solves
         self.stats.num_columns = max(ranker.num_columns, ranker.bodies.num_columns)
         if winner is None:
             raise self._infeasible(master.verdicts)
+        verdicts = list(master.verdicts)
+        if not self.is_late():
+            first, winner = (
+                winner,
+                loosened(
+                    winner,
+                    evaluate=lambda ranked: self._evaluate(analysis, ranker, ranked),
+                    ranker=ranker,
+                    limit_bytes=self.limit_bytes,
+                ),
+            )
+            verdicts = [winner if v is first else v for v in verdicts]
+            self._phase("exact")
+        self.stats.num_stage_solves = ranker.num_stage_solves
         self.ranked.sort(key=_preference)
         field_ = Field(
-            outcomes=master.verdicts,
+            outcomes=verdicts,
             ranked=self.ranked,
             misfits=self.misfits,
             limit_bytes=self.limit_bytes,

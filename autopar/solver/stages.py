@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from ortools.sat.python import cp_model
@@ -54,14 +55,21 @@ from autopar.solver.stages_problem import (
 )
 
 Expr: TypeAlias = cp_model.LinearExpr | int
+Choice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Starts of stages 1, 2, ..., and the option of every block."""
 
 MEMORY_UNIT_BYTES = 1 << 16  # CP-SAT is integer-only; bytes are rounded up to this
 TIME_STEPS = 1 << 22  # resolution of the whole chain's time; far below model error
+OPTIONS_WORK_LIMIT = 0.5  # of choosing options for given cuts
 WORK_LIMIT = 2.0  # deterministic seconds of CP-SAT, so that planning does not depend on the machine
 
 
 def solve_stages(
-    problem: StageProblem, *, work_limit: float = WORK_LIMIT, guard_s: float | None = None
+    problem: StageProblem,
+    *,
+    work_limit: float = WORK_LIMIT,
+    guard_s: float | None = None,
+    start: Choice | None = None,
 ) -> StageSolution | None:
     """The best cuts and options, or None if nothing fits (or nothing was found in time).
 
@@ -69,14 +77,17 @@ def solve_stages(
         problem: The chain.
         work_limit: Deterministic seconds.
         guard_s: Wall-clock seconds, as a guard only.
+        start: Starts and options to begin from; the greedy's if left out.
     """
     if len(problem.blocks) < problem.num_stages:
         return None
     slowest_s = slowest_stage_bound_s(problem)
     if math.isinf(slowest_s):
         return None
+    if start is None:
+        start = _with_better_options(problem, first_choice(problem), slowest_s)
     program = _Program(problem, slowest_s)
-    program.start_from(first_choice(problem))
+    program.start_from(start)
     solver = _solver(work_limit, guard_s)
     status = solver.solve(program.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -93,6 +104,22 @@ def solve_stages(
         memory_bytes=memory_bytes(problem, starts, options),
         is_optimal=is_optimal,
     )
+
+
+def _with_better_options(
+    problem: StageProblem, choice: Choice | None, slowest_s: float
+) -> Choice | None:
+    """The same cuts with the best options for them, which are found in a moment."""
+    if choice is None or problem.fixed_starts is not None:
+        return choice
+    if all(len(block.options) == 1 for block in problem.blocks):
+        return choice
+    program = _Program(replace(problem, fixed_starts=choice[0]), slowest_s)
+    program.start_from(choice)
+    solver = _solver(OPTIONS_WORK_LIMIT)
+    if solver.solve(program.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return choice
+    return program.read(solver)
 
 
 def _solver(work_limit: float, guard_s: float | None = None) -> cp_model.CpSolver:
@@ -288,7 +315,7 @@ class _Program:
         model.add(body >= first + 2 * _sum(message) + (count - 1) * slowest)
         model.minimize(body + step)
 
-    def start_from(self, choice: tuple[tuple[int, ...], tuple[int, ...]] | None) -> None:
+    def start_from(self, choice: Choice | None) -> None:
         """Hint a choice, and what follows from it: a part of an assignment is no start."""
         if choice is None:
             return

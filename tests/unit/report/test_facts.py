@@ -76,7 +76,7 @@ def test_recompute_is_told_by_block_with_the_bytes_that_it_saves(plan, graph):
     # two values of 512 bytes, each cut into 4 micro-batches
     assert facts_of(plan, graph).recompute == {
         0: (
-            "net.h.[0-1]: everything but mm",
+            "net.h.[0-1]: everything but fc",
             "keeps about 256 B less per micro-batch, 512 B with 2 in flight",
         )
     }

@@ -219,3 +219,16 @@ def test_forced_plans_of_every_kind(zero: int, recompute: str):
 def test_device_counts_halve():
     assert device_counts(32) == [32, 16, 8, 4, 2, 1]
     assert device_counts(4) == [4, 3, 2, 1]
+
+
+def test_what_is_kept_between_none_and_full_is_in_the_plans_file():
+    tall = residual_network(4, rows=4096, width=64, hidden=256)
+    fixed = {"num_microbatches": 1}
+    whole, _ = plan_for(tall, "1:cpu", recompute="none", **fixed)
+    full, _ = plan_for(tall, "1:cpu", recompute="full", **fixed)
+    plan, _ = plan_for(tall, "1:cpu", limit=whole.peak_bytes - 1, **fixed)
+    assert plan.peak_bytes < whole.peak_bytes
+    assert whole.time_s < plan.time_s < full.time_s
+    again = plan.stages[0].recompute
+    assert again
+    assert plan_from_json(plan_to_json(plan)).stages[0].recompute == again

@@ -1,0 +1,297 @@
+"""Which of its values a block keeps: the menu of exact trade-offs between bytes and seconds.
+
+Per value ``v`` of a block's forward: ``a[v]`` backward has it, ``b[v] <= a[v]`` it is made again.
+
+    min   sum_v seconds_v b[v]        such that
+    (1)   a[v] = 1                    for what backward reads
+    (2)   b[v] <= a[u]                for every operand u of v: a remade value's operands are there
+    (3)   b[v] = a[v], b[v] = 0       for views; for what must be kept
+    (4)   a[v] - (1 - r[g]) <= b[v] <= r[g]      for groups g of several operators
+    (5)   y[s] >= a[v] - b[v]         storage s of v is kept
+    (6)   sum_s bytes_s y[s] <= budget
+
+Without (4) and (6) every row is an implication between two variables, so the relaxation is integral
+(a closure problem); with them it nearly is, and SCIP ends at or near the root. A sum over *closed
+cones* is exact where a knapsack over single values is not: making a chain again costs all of it.
+
+A menu has the two ends first (no seconds; fewest bytes, to 1/500 of all), then the corners of the
+lower convex hull,
+which are the best when many equal blocks share a memory: without row (6), of least ``seconds +
+slope * bytes`` for the slope between two neighbours. Where places are left, a budget is put in the
+middle of the gap whose rectangle of bytes times seconds is largest, again and again. Every point is
+of least seconds for its bytes, and none can be improved in one without losing in the other.
+
+Source: the closure form after Checkmate's rows of one stage (Jain et al., MLSys 2020) with the
+order of recomputing fixed to "right before the first reader"; the halving is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
+
+from autopar.errors import AutoparError
+from autopar.solver.recompute_problem import (
+    ALWAYS_KEPT,
+    ALWAYS_REMADE,
+    Figures,
+    RecomputeProblem,
+    figures,
+)
+
+MENU_SIZE = 8
+NODE_LIMIT = 400
+HULL_TOLERANCE = 1e-7
+STEP = 2e-3  # share of all bytes that makes two choices worth telling apart
+TIE_WEIGHT = 1e-6  # of bytes beside seconds: among equally fast choices the leanest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MenuPoint:
+    """One choice of a menu.
+
+    Attributes:
+        groups: Names of the operators that are made again.
+        figures: What it costs.
+        gap_s: By how many seconds it may miss the least for its bytes; 0.0 where that is proven.
+    """
+
+    groups: tuple[str, ...]
+    figures: Figures
+    gap_s: float = 0.0
+
+
+def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple[MenuPoint, ...]:
+    """Choices from the fastest to the leanest.
+
+    Args:
+        problem: The block.
+        size: Most points.
+
+    Returns:
+        At least one point; bytes fall and seconds rise from each to the next.
+    """
+    nothing = figures(problem, ())
+    everything = figures(problem, range(len(problem.groups)))
+    if not nothing.saved_bytes or not everything.remade:
+        return (MenuPoint(groups=(), figures=nothing),)
+    search = _Search(problem)
+    fast, lean = search.ends()
+    points = [fast]
+    if lean.figures.saved_bytes < fast.figures.saved_bytes:
+        points.append(lean)
+        search.corners(points)
+        _thin(points, size)
+        search.halve(points, size)
+    return tuple(points)
+
+
+@dataclass(slots=True)
+class _Search:
+    problem: RecomputeProblem
+    _model: mathopt.Model = field(init=False)
+    _budget: mathopt.LinearConstraint = field(init=False)
+    _remade: dict[int, mathopt.Variable | None] = field(default_factory=dict)
+    _seconds: dict[mathopt.Variable, float] = field(default_factory=dict)
+    _bytes: dict[mathopt.Variable, float] = field(default_factory=dict)
+    _unit_s: float = 1.0
+    _unit_bytes: float = 1.0
+    _step_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        everything = figures(problem, range(len(problem.groups)))
+        nothing = figures(problem, ())
+        self._unit_s = everything.extra_s or 1.0
+        self._unit_bytes = float(max(nothing.saved_bytes, 1))
+        self._step_bytes = int(nothing.saved_bytes * STEP)
+        self._model = mathopt.Model(name="recompute")
+        self._rows()
+
+    # -- the program ---------------------------------------------------------------------------
+    def _rows(self) -> None:
+        """Rows (1) to (6)."""
+        problem, model = self.problem, self._model
+        count = len(problem.ops)
+        needed: dict[int, mathopt.Variable] = {}
+        cone = self._cone()
+        first = set(problem.first_reads)
+        members: dict[int, list[int]] = {}
+        for value in cone:
+            if value < count and problem.ops[value].group >= 0:
+                members.setdefault(problem.ops[value].group, []).append(value)
+        shared = {g: model.add_binary_variable() for g, m in members.items() if len(m) > 1}
+        stored: dict[int, mathopt.Variable] = {}
+        for value in cone:
+            lower = 1.0 if value in first else 0.0  # (1)
+            have = model.add_variable(lb=lower, ub=1.0, is_integer=True)
+            needed[value] = have
+            again = self._again(value, have, shared)
+            for storage in problem.holds(value) if again is not have else ():
+                if not problem.kept_bytes[storage]:
+                    continue
+                if storage not in stored:
+                    stored[storage] = model.add_variable(lb=0.0, ub=1.0)
+                    self._bytes[stored[storage]] = problem.kept_bytes[storage] / self._unit_bytes
+                kept = have if again is None else have - again
+                model.add_linear_constraint(stored[storage] >= kept)  # (5)
+        for value, again in self._remade.items():
+            for operand in problem.ops[value].reads if again is not None else ():
+                if operand in needed:
+                    model.add_linear_constraint(again <= needed[operand])  # (2)
+        self._budget = model.add_linear_constraint(  # (6)
+            ub=1.0, expr=mathopt.LinearSum(v * c for v, c in self._bytes.items())
+        )
+
+    def _again(
+        self, value: int, have: mathopt.Variable, shared: dict[int, mathopt.Variable]
+    ) -> mathopt.Variable | None:
+        """``b`` of a value; None where it is never made again."""
+        problem, model = self.problem, self._model
+        if value >= len(problem.ops) or problem.ops[value].group == ALWAYS_KEPT:
+            return None  # (3)
+        op = problem.ops[value]
+        if op.group == ALWAYS_REMADE:
+            self._remade[value] = have  # (3)
+            return have
+        again = model.add_variable(lb=0.0, ub=1.0, is_integer=True)
+        model.add_linear_constraint(again <= have)
+        if op.group in shared:
+            model.add_linear_constraint(again <= shared[op.group])  # (4)
+            model.add_linear_constraint(again >= have + shared[op.group] - 1.0)  # (4)
+        self._seconds[again] = op.seconds / self._unit_s
+        self._remade[value] = again
+        return again
+
+    def _cone(self) -> list[int]:
+        """Values that backward may need: what it reads, and what those can be made from."""
+        problem, count = self.problem, len(self.problem.ops)
+        found: set[int] = set()
+        stack = list(problem.first_reads)
+        while stack:
+            value = stack.pop()
+            if value in found:
+                continue
+            if value >= count:
+                if problem.inputs[value - count].is_received:
+                    found.add(value)
+                continue
+            found.add(value)
+            if problem.ops[value].group != ALWAYS_KEPT:
+                stack.extend(problem.ops[value].reads)
+        return sorted(found)
+
+    # -- solving -------------------------------------------------------------------------------
+    def ends(self) -> tuple[MenuPoint, MenuPoint]:
+        """The leanest of the fastest choices, and the fastest of (nearly) the leanest."""
+        fast = self.at(figures(self.problem, ()).saved_bytes)
+        least = self._solve(self._bytes, self._seconds)
+        lean = self.at(least[0].saved_bytes + self._step_bytes)
+        return fast, lean
+
+    def at(self, budget_bytes: int) -> MenuPoint:
+        """The fastest choice within a budget."""
+        self._budget.upper_bound = (budget_bytes + 0.5) / self._unit_bytes
+        found, gap = self._solve(self._seconds, self._bytes)
+        return self._point(found, gap)
+
+    def _point(self, found: Figures, gap: float) -> MenuPoint:
+        names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
+        return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
+
+    def _solve(
+        self, first: dict[mathopt.Variable, float], second: dict[mathopt.Variable, float]
+    ) -> tuple[Figures, float]:
+        """Figures of the best choice by ``first``, ties by ``second``, and the proven gap."""
+        terms = [v * c for v, c in first.items()]
+        terms += [v * (c * TIE_WEIGHT) for v, c in second.items()]
+        self._model.minimize(mathopt.LinearSum(terms) if terms else 0.0)
+        parameters = mathopt.SolveParameters(
+            node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=0.0,
+            absolute_gap_tolerance=0.0,
+        )  # fmt: skip
+        result = mathopt.solve(self._model, mathopt.SolverType.GSCIP, params=parameters)
+        if not result.has_primal_feasible_solution():
+            raise AutoparError(
+                f"the recompute problem of {len(self.problem.ops)} operators ended without a "
+                f"choice ({result.termination.reason.name}); report it with the model"
+            )
+        values = result.variable_values()
+        chosen = {
+            self.problem.ops[i].group
+            for i, again in self._remade.items()
+            if again is not None and self.problem.ops[i].group >= 0 and values[again] > 0.5
+        }
+        is_proven = result.termination.reason is mathopt.TerminationReason.OPTIMAL
+        gap = 0.0
+        if not is_proven:
+            gap = max(0.0, result.objective_value() - result.best_objective_bound())
+        return figures(self.problem, chosen), gap
+
+    # -- menus ---------------------------------------------------------------------------------
+    def corners(self, points: list[MenuPoint]) -> None:
+        """Add the corners of the lower convex hull to a menu that has its ends."""
+        self._budget.upper_bound = 2.0  # binds nothing
+        waiting = [(points[0], points[-1])]
+        while waiting:
+            fast, lean = waiting.pop()
+            less = (fast.figures.saved_bytes - lean.figures.saved_bytes) / self._unit_bytes
+            more = (lean.figures.extra_s - fast.figures.extra_s) / self._unit_s
+            weights = {v: c * less for v, c in self._seconds.items()}
+            weights |= {v: c * more for v, c in self._bytes.items()}
+            found, gap = self._solve(weights, {})
+            point = self._point(found, gap)
+            size, time_s = found.saved_bytes / self._unit_bytes, found.extra_s / self._unit_s
+            lowest = lean.figures.saved_bytes / self._unit_bytes
+            line = more * lowest + less * lean.figures.extra_s / self._unit_s
+            # the lean end is not quite the leanest: what lies beyond it is no corner between them
+            is_between = fast.figures.saved_bytes > found.saved_bytes > lean.figures.saved_bytes
+            if is_between and more * size + less * time_s < line * (1 - HULL_TOLERANCE):
+                points.append(point)
+                waiting += [(point, lean), (fast, point)]
+        points.sort(key=lambda p: -p.figures.saved_bytes)
+
+    def halve(self, points: list[MenuPoint], size: int) -> None:
+        """Put points into the largest gaps of a menu that has its ends."""
+        spans = _spans(points)
+        for _ in range(2 * size):
+            if len(points) >= size or not spans:
+                return
+            spans.sort(key=lambda s: (-_area(s), s[0].figures.saved_bytes))
+            fast, lean, floor = spans.pop(0)
+            middle = (fast.figures.saved_bytes + floor) // 2
+            found = self.at(middle)
+            if found.figures.saved_bytes <= lean.figures.saved_bytes:
+                # nothing between: what is left of the gap lies above the middle
+                if middle + 1 < fast.figures.saved_bytes:
+                    spans.append((fast, lean, middle + 1))
+                continue
+            points.append(found)
+            points.sort(key=lambda p: -p.figures.saved_bytes)
+            spans += [(fast, found, middle + 1), (found, lean, floor)]
+            spans = [s for s in spans if s[0].figures.saved_bytes - s[2] > 1 + self._step_bytes]
+
+
+def _spans(points: Sequence[MenuPoint]) -> list[tuple[MenuPoint, MenuPoint, int]]:
+    """Gaps of a menu: (fast end, lean end, fewest bytes where a point may still be)."""
+    return [(fast, lean, lean.figures.saved_bytes) for fast, lean in pairwise(points)]
+
+
+def _thin(points: list[MenuPoint], size: int) -> None:
+    """Leave out corners that lie nearest to the line between their neighbours."""
+    while len(points) > max(size, 2):
+        losses = []
+        for at in range(1, len(points) - 1):
+            a, b, c = (p.figures for p in points[at - 1 : at + 2])
+            share = (a.saved_bytes - b.saved_bytes) / (a.saved_bytes - c.saved_bytes)
+            loss_s = a.extra_s + share * (c.extra_s - a.extra_s) - b.extra_s
+            losses.append((loss_s * (a.saved_bytes - c.saved_bytes), at))
+        del points[min(losses)[1]]
+
+
+def _area(span: tuple[MenuPoint, MenuPoint, int]) -> float:
+    fast, lean, floor = span
+    return (fast.figures.saved_bytes - floor) * (lean.figures.extra_s - fast.figures.extra_s)

@@ -1,0 +1,208 @@
+"""Menus of what a block keeps against every possible set, on small random blocks.
+
+Figures of a set are taken from what the programs would be (the split of a stage into halves, the
+bytes that they save, the liveness of both), not from the solver's own statement.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import combinations
+
+import pytest
+
+from autopar.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Ref,
+    TensorMeta,
+)
+from autopar.sharding.split import Halves, assemble, split_forward_backward
+from autopar.sharding.split_backward import split_backward
+from autopar.solver.recompute import recompute_menu
+from autopar.solver.recompute_blocks import recompute_problem
+from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
+from cost_models.liveness import liveness, saved_bytes, saved_storages
+from cost_models.storage import storages
+
+SEEDS = range(24)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random block: forward values of random sizes and prices, and a backward that reads some."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Input, ...]
+    prices: dict[str, float]
+    problem: RecomputeProblem
+
+    def halves(self, chosen: frozenset[str]) -> Halves:
+        last = [n.name for n in self.nodes if n.phase is Phase.FORWARD][-1]
+        grads = [n.name for n in self.nodes if n.phase is Phase.BACKWARD]
+        return split_forward_backward(self.nodes, [last], grads[-2:], frozenset({"x"}), chosen)
+
+    def held_bytes(self, chosen: frozenset[str]) -> int:
+        """Bytes that pass from the first half of backward to the second."""
+        halves = self.halves(chosen)
+        sent, rest = [n.name for n in self.nodes if n.phase is Phase.BACKWARD][-2:]
+        whole = Graph(self.inputs, self.nodes, ())
+        memory, metas = storages(whole), whole.metas()
+        describe = {i.name: (i.kind, i.target, i.meta) for i in self.inputs}
+        describe |= {n: (InputKind.SAVED, n, metas[n]) for n in halves.saved}
+        outputs = (
+            Output(OutputKind.SEND, sent, Ref(sent)), Output(OutputKind.GRAD, rest, Ref(rest))
+        )  # fmt: skip
+        held = split_backward(assemble(halves.backward, outputs, describe)).held
+        return sum(memory.bytes[s] for s in {s for name in held for s in memory.of[name]})
+
+    def figures(self, chosen: frozenset[str]) -> tuple[int, float, int]:
+        """Bytes kept, seconds of what is made again, most alive beyond what is kept."""
+        halves = self.halves(chosen)
+        last = [n.name for n in self.nodes if n.phase is Phase.FORWARD][-1]
+        grads = [n.name for n in self.nodes if n.phase is Phase.BACKWARD]
+        metas = Graph(self.inputs, self.nodes, ()).metas()
+        describe = {i.name: (i.kind, i.target, i.meta) for i in self.inputs}
+        sends = (Output(OutputKind.SEND, last, Ref(last)),)
+        keeps = tuple(Output(OutputKind.SAVED, n, Ref(n)) for n in halves.saved)
+        forward = assemble(halves.forward, (*sends, *keeps), describe)
+        for name in halves.saved:
+            describe[name] = (InputKind.SAVED, name, metas[name])
+        outputs = tuple(Output(OutputKind.GRAD, g, Ref(g)) for g in grads[-2:])
+        backward = assemble(halves.backward, outputs, describe)
+        groups = {n: keys[0] for n, keys in saved_storages(forward).items() if keys}
+        peak = max(
+            liveness(forward).peak_bytes,
+            liveness(backward, freed_inputs=(InputKind.SAVED,), input_groups=groups).peak_bytes,
+        )
+        # what only backward needs is made there in any case
+        again = set(halves.recomputed) - set(self.halves(frozenset()).recomputed)
+        extra_s = sum(self.prices[n] for n in again)
+        return saved_bytes(forward), extra_s, peak
+
+
+def drawn(seed: int) -> Drawn:
+    """A block of seven to nine forward operators, some of them views."""
+    rng = random.Random(seed)
+    inputs = (
+        Input("x", InputKind.RECV, "x", TensorMeta((rng.randint(4, 30),), "float32")),
+        Input("w", InputKind.PARAM, "w", TensorMeta((16,), "float32")),
+        Input("dy", InputKind.RECV, "dy", TensorMeta((8,), "float32")),
+    )
+    nodes: list[Node] = []
+    values = ["x"]
+    metas = {i.name: i.meta for i in inputs}
+    for index in range(rng.randint(7, 9)):
+        name = f"f{index}"
+        if rng.random() < 0.2:
+            source = values[-1]
+            op, args, meta = "aten.view.default", (Ref(source), (-1,)), metas[source]
+        else:
+            count = min(len(values), rng.choice([1, 1, 2]))
+            op = "aten.mm.default"
+            args = (*map(Ref, rng.sample(values[-4:], min(count, len(values[-4:])))), Ref("w"))
+            meta = TensorMeta((rng.randint(2, 40),), "float32")
+        # an operator of the graph may have several local ones, one after another
+        follows = op == "aten.mm.default" and nodes and rng.random() < 0.2
+        origin = nodes[-1].origin if follows else name
+        nodes.append(Node(name, op, args, meta, origin=origin))
+        metas[name] = meta
+        values.append(name)
+    gradient = "dy"
+    for index in range(rng.randint(3, 5)):
+        name = f"b{index}"
+        reads = rng.sample(values[:-1], min(len(values) - 1, rng.choice([1, 2, 2])))
+        meta = TensorMeta((rng.randint(2, 20),), "float32")
+        args = (Ref(gradient), *map(Ref, reads))
+        nodes.append(Node(name, "aten.mm.default", args, meta, phase=Phase.BACKWARD, origin=name))
+        gradient = name
+    prices = {n.name: rng.randint(1, 60) * 1e-3 for n in nodes}
+    grads = [n.name for n in nodes if n.phase is Phase.BACKWARD]
+    problem = recompute_problem(
+        nodes, inputs, forward_roots=[values[-1]], backward_roots=grads[-2:],
+        sent_roots=[grads[-2]], received=["x"],
+        may={n.origin for n in nodes}, elsewhere=lambda _: False,
+        op_s=lambda node, _: prices[node.name],
+    )  # fmt: skip
+    return Drawn(tuple(nodes), inputs, prices, problem)
+
+
+def every_set(block: Drawn) -> dict[frozenset[str], tuple[int, float, int]]:
+    names = [group[0] for group in block.problem.groups]
+    return {
+        frozenset(chosen): block.figures(frozenset(chosen))
+        for count in range(len(names) + 1)
+        for chosen in combinations(names, count)
+    }
+
+
+def front(found: dict[frozenset[str], tuple[int, float, int]]) -> list[tuple[int, float]]:
+    """Pairs of bytes and seconds that no set improves on, the fastest first."""
+    result: list[tuple[int, float]] = []
+    for size, time_s in sorted({(b, round(s, 9)) for b, s, _ in found.values()}):
+        if not result or time_s < result[-1][1]:
+            result.append((size, time_s))
+    return result[::-1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_large_menu_is_the_whole_front(seed: int):
+    block = drawn(seed)
+    found = every_set(block)
+    menu = recompute_menu(block.problem, size=200)
+    have = [(p.figures.saved_bytes, round(p.figures.extra_s, 9)) for p in menu]
+    assert have == front(found)
+    for point in menu:
+        size, time_s, peak = found[frozenset(point.groups)]
+        assert point.figures.saved_bytes == size
+        assert point.figures.extra_s == pytest.approx(time_s, abs=1e-12)
+        assert point.figures.transient_bytes == peak
+        assert point.gap_s == 0.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_small_menu_has_both_ends_and_only_points_of_the_front(seed: int):
+    block = drawn(seed)
+    best = front(every_set(block))
+    menu = recompute_menu(block.problem, size=3)
+    have = [(p.figures.saved_bytes, round(p.figures.extra_s, 9)) for p in menu]
+    assert have[0] == best[0]
+    assert have[-1] == best[-1]
+    assert set(have) <= set(best)
+    assert len(have) == min(3, len(best))
+
+
+def test_figures_of_any_set_are_those_of_its_programs():
+    rng = random.Random(5)
+    for seed in SEEDS:
+        block = drawn(seed)
+        numbers = {group[0]: i for i, group in enumerate(block.problem.groups)}
+        for _ in range(20):
+            chosen = frozenset(n for n in numbers if rng.random() < 0.5)
+            size, time_s, peak = block.figures(chosen)
+            have = figures(block.problem, [numbers[n] for n in chosen])
+            assert (have.saved_bytes, have.transient_bytes) == (size, peak)
+            assert have.extra_s == pytest.approx(time_s, abs=1e-12)
+            # what is not needed again changes nothing
+            again = block.figures(frozenset(n for n in chosen if numbers[n] in have.remade))
+            assert again == pytest.approx((size, time_s, peak))
+
+
+def test_bytes_held_between_the_halves_of_backward_are_those_of_its_programs():
+    rng = random.Random(6)
+    found = set()
+    for seed in SEEDS:
+        block = drawn(seed)
+        numbers = {group[0]: i for i, group in enumerate(block.problem.groups)}
+        for _ in range(20):
+            chosen = frozenset(n for n in numbers if rng.random() < 0.5)
+            want = block.held_bytes(chosen)
+            found.add((seed, want))
+            assert held_bytes(block.problem, [numbers[n] for n in chosen]) == want
+    assert len(found) > len(SEEDS)  # what is made again matters
