@@ -4,7 +4,6 @@ The argument is the file that gets, by plan, what differs from single collective
 """
 
 import json
-import os
 import sys
 import traceback
 

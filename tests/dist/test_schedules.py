@@ -17,9 +17,14 @@ CASES = Path(__file__).with_name("schedule_cases.py")
     [
         pytest.param(2, ('schedule="zero_bubble"', "pp=2"), id="zero bubble, 2"),
         pytest.param(2, ('schedule="zbv"', "pp=2", 'recompute="full"'), id="zbv, 2"),
-        pytest.param(4, ("warmup=[7,5,3,1]",), id="warm-up, 4"),
+        pytest.param(4, ("warmup=[7,5,3,1]",), id="warm-up, 4", marks=pytest.mark.slow),
         pytest.param(4, ('schedule="zero_bubble"', "pp=2", "dp=2", "zero=2"), id="zero bubble, 4"),
-        pytest.param(4, ('schedule="zbv"', "pp=2", "dp=2", "zero=3"), id="zbv, 4"),
+        pytest.param(
+            4,
+            ('schedule="zbv"', "pp=2", "dp=2", "zero=3"),
+            id="zbv, 4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_under_a_schedule_equals_one_device(
