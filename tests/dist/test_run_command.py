@@ -10,7 +10,7 @@ import pytest
 
 from tests.spawn import ROOT
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 MODEL = """
 import torch
 def build():

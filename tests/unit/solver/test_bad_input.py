@@ -115,6 +115,7 @@ def test_a_clock_that_ran_out_leaves_a_plan_that_says_so():
     assert 0 < plan.bound_s <= plan.time_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dgx-h100-pod", "mixed-a100-h100", "two-sites"])
 def test_example_clusters_are_planned_for(name: str):
     cluster = load_cluster(CLUSTERS / f"{name}.json")

@@ -27,6 +27,8 @@ from cost_models.base import CostModel
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
 from tests.joint_graphs import residual_network
 
+pytestmark = pytest.mark.slow  # each asks for several searches
+
 NET = residual_network(4, rows=64, width=64, hidden=256)
 
 

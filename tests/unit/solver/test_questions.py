@@ -26,6 +26,8 @@ from cost_models.base import CostModel
 from cost_models.what_if import Part, better_cluster
 from tests.joint_graphs import residual_network
 
+pytestmark = pytest.mark.slow  # each asks for several searches
+
 NET = residual_network(3, rows=16, width=128, hidden=512)
 GPUS = "4:h100-sxm"
 

@@ -18,6 +18,8 @@ from autopar.units import parse_bytes
 from cost_models.analytic import AnalyticCostModel
 from tests.joint_graphs import residual_network
 
+pytestmark = pytest.mark.slow  # each asks for several searches
+
 DEEP = residual_network(2, rows=64, width=16, hidden=64)  # activations, hardly weights
 
 
