@@ -13,30 +13,16 @@ from autopar.plan.check import check_plan
 from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
 from autopar.solver.planning import Planner
-from autopar.solver.question import Asker, Question
+from autopar.solver.question import Asker
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.search import solve
 from autopar.units import parse_bytes
 from cost_models.analytic import AnalyticCostModel
 from tests.joint_graphs import residual_network
+from tests.questions import question
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "examples" / "clusters"
 GPUS = "{}:h100-sxm"
-
-
-def question(
-    graph: Graph, devices: str | Cluster, limit: int | None = None, **given: object
-) -> Question:
-    cluster = parse_devices(devices)
-    return Question(
-        graph=graph,
-        model_hash="hash",
-        cluster=cluster,
-        constraints=Constraints(**given),  # type: ignore[arg-type]
-        optimizer="adamw",
-        limit_bytes=limit or cluster.memory_bytes,
-        prices=AnalyticCostModel,
-    )
 
 
 def plan_for(graph: Graph, devices: str | Cluster, **given: object) -> Plan:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import Cluster, parse_devices
+from autopar.cluster import Cluster
 from autopar.errors import ConfigError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.plan.answers import ParamExplanation, PlanExplanation
@@ -24,6 +24,7 @@ from autopar.solver.why_not import why_not
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
 from cost_models.what_if import Part, better_cluster
+from tests import questions
 from tests.joint_graphs import residual_network
 
 pytestmark = pytest.mark.slow  # each asks for several searches
@@ -35,16 +36,7 @@ GPUS = "4:h100-sxm"
 def question(
     graph: Graph = NET, devices: str = GPUS, limit: int | None = None, **given: object
 ) -> Question:
-    cluster = parse_devices(devices)
-    return Question(
-        graph=graph,
-        model_hash="hash",
-        cluster=cluster,
-        constraints=Constraints(**given),  # type: ignore[arg-type]
-        optimizer="adamw",
-        limit_bytes=limit or cluster.memory_bytes,
-        prices=AnalyticCostModel,
-    )
+    return questions.question(graph, devices, limit, **given)
 
 
 def solved(asked: Question, cluster: Cluster | None = None, **changed: object) -> Plan:

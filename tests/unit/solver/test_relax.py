@@ -10,12 +10,12 @@ import pytest
 from autopar.cluster import parse_devices
 from autopar.errors import ConstraintError, InfeasibleError, Relaxation
 from autopar.plan.types import Plan, ScheduleKind
-from autopar.solver.constraints import Constraints
 from autopar.solver.question import Asker, Question, grown
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.search import solve
 from autopar.units import parse_bytes
 from cost_models.analytic import AnalyticCostModel
+from tests import questions
 from tests.joint_graphs import residual_network
 
 pytestmark = pytest.mark.slow  # each asks for several searches
@@ -24,16 +24,7 @@ DEEP = residual_network(2, rows=64, width=16, hidden=64)  # activations, hardly 
 
 
 def question(devices: str = "1:cpu", limit: int | None = None, **given: object) -> Question:
-    cluster = parse_devices(devices)
-    return Question(
-        graph=DEEP,
-        model_hash="hash",
-        cluster=cluster,
-        constraints=Constraints(**given),  # type: ignore[arg-type]
-        optimizer="adamw",
-        limit_bytes=limit or cluster.memory_bytes,
-        prices=AnalyticCostModel,
-    )
+    return questions.question(DEEP, devices, limit, **given)
 
 
 def refusal(asked: Question, **limits: object) -> InfeasibleError:
