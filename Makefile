@@ -7,6 +7,9 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Two workers; WORKERS= for one process, as a debugger wants it.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+
 .PHONY: demo test slow zoo fuzz lint bench ci clean
 
 # Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
@@ -16,10 +19,10 @@ demo: $(VENV)/.stamp
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py
 
 test: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" $(WORKERS) $(ARGS)
 
 slow: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "slow and not gpu and not fuzz" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not fuzz" $(WORKERS) $(ARGS)
 
 # Random models under random plans against one device; FUZZ_SEED=1 FUZZ_MODELS=1000 for other ones.
 fuzz: $(VENV)/.stamp

@@ -53,7 +53,6 @@ Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 4
 LEAN = 1.02  # states within this of the least are as lean as can be
-REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,20 +421,7 @@ class Ranker:
         stages = solve_stages(problem)
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
-        return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
-
-    def reopened(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
-        """The same cuts with options chosen anew under another limit, from the ones it has."""
-        old, stages = ranked.stage_problem, ranked.stages
-        problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
-        self.num_stage_solves += 1
-        found = solve_stages(
-            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
-        )
-        problem = replace(problem, fixed_starts=old.fixed_starts)
-        if found is None:
-            return Misfit(ranked.shape, ranked.zero_level, problem)
-        return self._estimated(replace(ranked, stage_problem=problem, stages=found))
+        return self.estimated(replace(ranked, stage_problem=problem, stages=stages))
 
     def _cut(
         self,
@@ -462,9 +448,9 @@ class Ranker:
             stages=stages,
             estimate_s=stages.objective_s,
         )
-        return self._estimated(ranked, best_s)
+        return self.estimated(ranked, best_s)
 
-    def _estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
+    def estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
         """In its best order, with its simulated time: surrogates flatter uneven stages."""
         shape = ranked.shape
         found = best_order(
