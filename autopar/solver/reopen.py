@@ -11,25 +11,29 @@ later blocks have kept nothing yet). So the last blocks of a stage may keep more
 A backward that runs in two halves keeps more than that; there the bound above stays.
 
 Stages of other ranks do not matter, and less work in a stage never makes a step longer: each rank
-gets its own program, least seconds of what it makes again, solved by CP-SAT. Ranks with equal
-blocks and moments share one.
+gets its own program, least seconds of what it makes again, solved by SCIP (a knapsack for each
+row, whose relaxation is tight). Ranks with equal blocks and moments share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
-from ortools.sat.python import cp_model
+from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.plan.schedule import Alive
-from autopar.solver.stages_problem import BlockMenu, Option, StageProblem, bounds
+from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
 
-UNIT_BYTES = 1 << 12  # CP-SAT is integer-only; bytes are rounded up to this
-TIME_STEPS = 1 << 24  # resolution of a rank's seconds
-WORK_LIMIT = 1.0  # deterministic seconds for each rank
+NODE_LIMIT = 500
+GAP = 1e-4  # share of a rank's seconds that may be left
+SLACKS = (0.0, 4e-6)  # shares of the room that are left empty: the solver has a tolerance of 1e-6
 
 Runs = Mapping[int, range]
 """Stage of a rank -> its blocks."""
+
+_Row: TypeAlias = dict[tuple[int, int], int]
+"""Block and option -> bytes."""
 
 
 def best_options(problem: StageProblem, starts: Sequence[int]) -> tuple[int, ...] | None:
@@ -106,81 +110,67 @@ def _rank_options(problem: StageProblem, device: int, runs: Runs) -> list[int] |
     blocks = {i: problem.blocks[i] for s in sorted(runs) for i in runs[s]}
     if all(len(block.options) == 1 for block in blocks.values()):
         return [0] * len(blocks)
-    model = cp_model.CpModel()
-    takes = {
-        i: [model.new_bool_var(f"x{i},{o}") for o in range(len(block.options))]
-        for i, block in blocks.items()
-    }
-    for row in takes.values():
-        model.add_exactly_one(row)
     states = sum(block.state_bytes for block in blocks.values())
-    room = (problem.limit_bytes - problem.base_bytes - states) // UNIT_BYTES
-    if room < 0:
+    room = problem.limit_bytes - problem.base_bytes - states
+    if room <= 0:
         return None
-    for moment in problem.moments(device):
-        _add_memory(model, problem, (moment, runs, blocks, takes), room)
-    _add_objective(model, blocks, takes)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = WORK_LIMIT
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    rows = [r for moment in problem.moments(device) for r in _memory_rows(problem, moment, runs)]
+    for slack in SLACKS:
+        found = _solve(blocks, [(row, room * (1 - slack)) for row in rows])
+        if found is None or all(sum(row.get(at, 0) for at in found) <= room for row in rows):
+            break
+    return None if found is None else [o for _, o in found]
+
+
+def _solve(
+    blocks: Mapping[int, BlockMenu], rows: Sequence[tuple[_Row, float]]
+) -> list[tuple[int, int]] | None:
+    """Block and option of the choice with the least seconds; None if none was found.
+
+    Args:
+        blocks: Of the rank.
+        rows: Bytes of every option, and the room for those that are chosen.
+    """
+    model = mathopt.Model(name="reopen")
+    takes = {
+        (i, o): model.add_binary_variable()
+        for i, b in blocks.items()
+        for o in range(len(b.options))
+    }
+    for i, block in blocks.items():
+        row = [takes[i, o] for o in range(len(block.options))]
+        model.add_linear_constraint(mathopt.LinearSum(row) == 1.0)
+    for weights, room in rows:
+        held = [takes[at] * (size / room) for at, size in weights.items()]
+        model.add_linear_constraint(mathopt.LinearSum(held) <= 1.0)
+    model.minimize(
+        mathopt.LinearSum(v * blocks[i].options[o].total_s for (i, o), v in takes.items())
+    )
+    parameters = mathopt.SolveParameters(
+        node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=GAP
+    )
+    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
+    if not result.has_primal_feasible_solution():
         return None
-    return [
-        next(o for o, take in enumerate(takes[i]) if solver.boolean_value(take)) for i in blocks
-    ]
+    values = result.variable_values()
+    return [at for at, take in takes.items() if values[take] > 0.5]
 
 
-_Row = tuple[
-    Mapping[int, Alive], Runs, Mapping[int, BlockMenu], Mapping[int, list[cp_model.IntVar]]
-]
-
-
-def _add_memory(model: cp_model.CpModel, problem: StageProblem, row: _Row, room: int) -> None:
-    """The rows of one moment: one for each block that may be running."""
-    moment, runs, blocks, takes = row
+def _memory_rows(problem: StageProblem, moment: Mapping[int, Alive], runs: Runs) -> Iterator[_Row]:
+    """The rows of one moment, one for each block that may be running: bytes of every option."""
     alive = {
-        (i, o): _units(option.alive_bytes(moment[s], s))
+        (i, o): option.alive_bytes(moment[s], s)
         for s, run in runs.items()
         if s in moment
         for i in run
-        for o, option in enumerate(blocks[i].options)
+        for o, option in enumerate(problem.blocks[i].options)
     }
     for stage, run in runs.items():
         left = dict(alive)
         for i in reversed(run):
-            weights = dict(left)
-            for o, option in enumerate(blocks[i].options):
-                weights[i, o] = weights.get((i, o), 0) + _units(option.transient_bytes)
+            row = dict(left)
+            for o, option in enumerate(problem.blocks[i].options):
+                row[i, o] = row.get((i, o), 0) + option.transient_bytes
                 if _frees(problem, moment, stage):
-                    # down, where what is alive was rounded up once per micro-batch
-                    left[i, o] -= option.saved_bytes // UNIT_BYTES
-            variables = [takes[i][o] for i, o in weights]
-            total = cp_model.LinearExpr.weighted_sum(variables, list(weights.values()))
-            model.add(total <= room)
-
-
-def _add_objective(
-    model: cp_model.CpModel,
-    blocks: Mapping[int, BlockMenu],
-    takes: Mapping[int, list[cp_model.IntVar]],
-) -> None:
-    """Seconds beyond the fastest option of each block."""
-    least_s = {i: min(map(_seconds, block.options)) for i, block in blocks.items()}
-    most_s = sum(max(map(_seconds, block.options)) - least_s[i] for i, block in blocks.items())
-    unit_s = most_s / TIME_STEPS or 1.0
-    variables = [take for row in takes.values() for take in row]
-    weights = [
-        round((_seconds(option) - least_s[i]) / unit_s)
-        for i in takes
-        for option in blocks[i].options
-    ]
-    model.minimize(cp_model.LinearExpr.weighted_sum(variables, weights))
-
-
-def _seconds(option: Option) -> float:
-    return option.total_s
-
-
-def _units(num_bytes: int) -> int:
-    return -(-num_bytes // UNIT_BYTES)
+                    left[i, o] -= option.saved_bytes
+            yield row
