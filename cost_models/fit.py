@@ -5,7 +5,8 @@ matmul    ``launch + flops / peak * (1 + half_k / k + half_edge (1 / m + 1 / n))
           not hide the start of a tile, short edges do not pay for packing the operands
 memory    seconds per byte by working set, interpolated between the sizes that were measured: the
           levels of the caches, then the memory
-link      ``alpha + payload / bandwidth`` of each collective, group size and number of nodes
+link      ``alpha + payload / bandwidth`` of each collective, group size and number of nodes;
+          between payloads that were measured, what lies between their times
 optimizer ``tensors * per_tensor + bytes * per_byte``
 operator  ``start + share * roofline``, for one operator over shapes
 ========= ======================================================================================
@@ -207,17 +208,50 @@ def fit_memory(points: Sequence[Point], launch_s: float) -> MemoryCurve:
 class LinkCurve:
     """Time of one collective in groups of one size.
 
+    Between two payloads that were measured it is what lies between their times: backends change
+    the algorithm with the size, and large payloads leave the caches.
+
     Attributes:
         alpha_s: Seconds whatever the payload.
         bandwidth_bytes_per_s: Payload per second beyond that.
+        knots: (Payload, seconds) that were measured, ascending in both.
     """
 
     alpha_s: float
     bandwidth_bytes_per_s: float
+    knots: tuple[tuple[int, float], ...] = ()
 
     def time_s(self, payload_bytes: float) -> float:
         """Seconds."""
-        return self.alpha_s + payload_bytes / self.bandwidth_bytes_per_s
+        if not self.knots:
+            return self.alpha_s + payload_bytes / self.bandwidth_bytes_per_s
+        first_bytes, first_s = self.knots[0]
+        if payload_bytes <= first_bytes:
+            return first_s
+        for (small, fast_s), (large, slow_s) in pairwise(self.knots):
+            if payload_bytes <= large:
+                return fast_s + (payload_bytes - small) / (large - small) * (slow_s - fast_s)
+        last_bytes, last_s = self.knots[-1]
+        return last_s + (payload_bytes - last_bytes) / self.bandwidth_bytes_per_s
+
+
+def ascending(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Times that never fall with the size: neighbours that do are set to their mean.
+
+    Source: Ayer et al., "An empirical distribution function for sampling with incomplete
+    information", Annals of Mathematical Statistics 26(4), 1955 (pool adjacent violators).
+
+    >>> ascending([(1, 2.0), (2, 1.0), (3, 5.0)])
+    ((1, 1.5), (2, 1.5), (3, 5.0))
+    """
+    pools: list[tuple[float, int]] = []
+    for _, time_s in sorted(pairs):
+        pools.append((time_s, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low_s, few), (high_s, more) = pools[-2:]
+            pools[-2:] = [((low_s * few + high_s * more) / (few + more), few + more)]
+    times = [time_s for time_s, count in pools for _ in range(count)]
+    return tuple((size, time_s) for (size, _), time_s in zip(sorted(pairs), times, strict=True))
 
 
 def fit_link(points: Sequence[Point]) -> LinkCurve:
@@ -230,7 +264,9 @@ def fit_link(points: Sequence[Point]) -> LinkCurve:
     _check(what, points, len({p.sizes[0] for p in points}), MIN_PAYLOADS)
     alpha_s, per_byte_s = _relative(((1.0, float(p.sizes[0])), p.time_s) for p in points)
     return LinkCurve(
-        alpha_s=alpha_s, bandwidth_bytes_per_s=1.0 / max(per_byte_s, SMALLEST_S * 1e-6)
+        alpha_s=alpha_s,
+        bandwidth_bytes_per_s=1.0 / max(per_byte_s, SMALLEST_S * 1e-6),
+        knots=ascending([(p.sizes[0], p.time_s) for p in points]),
     )
 
 

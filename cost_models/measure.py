@@ -91,6 +91,7 @@ def measure_local_device(
         is_late = meter.agree(clock() - started_s > budget_s)
         if collectives is not None and not is_late:
             collectives.measure_interference(keys, note)
+            collectives.measure_lockstep(keys, note)
     finally:
         torch.set_num_threads(before)
     return replace(

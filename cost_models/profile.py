@@ -28,6 +28,8 @@ kind                       sizes                   name
 collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across,
                                                    ``"burst"`` before it: many issued at once
 ``beside``                 payload bytes, ranks    ``comm``, ``compute`` alone and ``both`` at once
+``lockstep``               matmuls, ranks          ``comm`` alone, ``compute`` alone, ``round``: one
+                                                   after the other, all ranks in step
 ========================== ======================= ==============================================
 
 ``busy`` is how many ranks of a machine ran at the same time; payloads of collectives are those of
@@ -74,6 +76,7 @@ class PointKind(StrEnum):
     BROADCAST = "broadcast"
     P2P = "p2p"
     BESIDE = "beside"
+    LOCKSTEP = "lockstep"
 
 
 K = PointKind
@@ -84,7 +87,8 @@ COLLECTIVES = (
 # Numbers in Point.sizes by kind.
 NUM_SIZES: Mapping[PointKind, int] = {
     K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.HOST_TO_DEVICE: 1,
-    K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, **dict.fromkeys(COLLECTIVES, 2),
+    K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, K.LOCKSTEP: 2,
+    **dict.fromkeys(COLLECTIVES, 2),
 }  # fmt: skip
 
 Key = tuple[PointKind, str, str, tuple[int, ...], int]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
@@ -72,7 +73,7 @@ class Fits:
     Attributes:
         launch_s: Seconds of an operator on next to no data.
         view_s: Of a view.
-        executor_s: Of running an operator beyond the operator itself.
+        executor_s: Of running an operator beyond the operator itself, by busy ranks.
         matmul: By dtype.
         memory: By name of the pass.
         attention: Share of the matmul peak, by ``forward`` and ``backward``.
@@ -85,7 +86,7 @@ class Fits:
 
     launch_s: float
     view_s: float
-    executor_s: float
+    executor_s: Mapping[int, float]
     matmul: Mapping[str, MatmulCurve]
     memory: Mapping[str, MemoryCurve]
     attention: Mapping[str, float]
@@ -151,11 +152,14 @@ def fit_profile(profile: Profile) -> Fits:
             if profile.is_complete or (first.kind, first.name, first.dtype) in _NEEDED:
                 raise
             left_out.append(str(error))
-    steps = [p.time_s for p in profile.of_kind(K.STEP) if p.name == "executor"]
+    steps: dict[int, list[float]] = {}
+    for point in profile.of_kind(K.STEP):
+        if point.name == "executor":
+            steps.setdefault(point.busy, []).append(point.time_s)
     return Fits(
         launch_s=launch_s,
         view_s=launches.get("view", launch_s),
-        executor_s=min(steps, default=0.0),
+        executor_s={busy: median(times) for busy, times in steps.items()},
         matmul=matmul,
         memory=memory,
         attention=_attention(profile, matmul),
@@ -226,6 +230,7 @@ class ProfiledCostModel:
         self._analytic = AnalyticCostModel(cluster)
         self._ranks = max(m.num_devices for m in cluster.machines)
         self._is_burst = False
+        self._executor_s = self._at_ranks(self.fits.executor_s, K.LAUNCH)
         self._ops: dict[str, dict[int, float]] = {}
         by_op: dict[str, list[tuple[float, float]]] = {}
         for point in profile.of_kind(K.OP):
@@ -239,11 +244,6 @@ class ProfiledCostModel:
         }
         self._calls = {
             (p.name, p.busy): p.time_s for p in profile.of_kind(K.STEP) if p.name != "executor"
-        }
-        self._collectives = {
-            (p.kind, p.sizes, p.name, p.busy): p.time_s
-            for p in profile.points
-            if p.kind in COLLECTIVES
         }
 
     @property
@@ -270,7 +270,7 @@ class ProfiledCostModel:
         self, op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: Meta
     ) -> Price:
         """Seconds of one operator with their source."""
-        executor_s = self.fits.executor_s * self._factor(K.LAUNCH, self._ranks)
+        executor_s = self._executor_s
         if op in _FREE_OPS:
             return Price(executor_s, Source.FREE)
         work = work_of(op, args, operands, results)
@@ -326,6 +326,13 @@ class ProfiledCostModel:
         # other was not measured
         return max(1.0, busy / max(1, self._profile.num_cores))
 
+    def _at_ranks(self, table: Mapping[int, float], kind: PointKind) -> float:
+        """What was measured with this many busy ranks, or with the next best; 0 if nothing was."""
+        if not table:
+            return 0.0
+        busy = min(table, key=lambda b: abs(b - self._ranks))
+        return table[busy] * self._factor(kind, self._ranks) / self._factor(kind, busy)
+
     # ------------------------------------------------------------ collectives
     def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of one collective among ``ranks``."""
@@ -357,11 +364,10 @@ class ProfiledCostModel:
             time_s = self._analytic.collective_time_s(which, payload_bytes, group)
             return Price(time_s, Source.DATA_SHEET)
         busy = min(found, key=lambda b: abs(b - self._ranks))
-        exact = self._collectives.get((point_kind, (int(payload_bytes), size), name, busy))
-        if exact is not None and int(payload_bytes) == payload_bytes:
-            return Price(exact, Source.MEASURED)
         curve = self.fits.links[(point_kind, size, name, busy)]
-        return Price(curve.time_s(payload_bytes), Source.FITTED)
+        is_measured = payload_bytes in {payload for payload, _ in curve.knots}
+        source = Source.MEASURED if is_measured else Source.FITTED
+        return Price(curve.time_s(payload_bytes), source)
 
     # ------------------------------------------------------------ around the programs
     def in_bursts(self) -> ProfiledCostModel:

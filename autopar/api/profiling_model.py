@@ -36,11 +36,14 @@ def degrees_for(size: int) -> tuple[Degrees, ...]:
     """Plans whose local shapes are measured, for ``size`` ranks; usual ones for a single process.
 
     >>> degrees_for(2)
-    ({'tp': 2}, {'dp': 2}, {'pp': 2, 'num_microbatches': 4})
+    ({'tp': 2}, {'dp': 2}, {'dp': 2, 'zero': 3}, {'pp': 2, 'num_microbatches': 4})
     """
     if size == 1:
         return ({}, {"num_microbatches": 2}, {"num_microbatches": 4})
-    found: list[Degrees] = [{"tp": size}, {"dp": size}, {"pp": size, "num_microbatches": 2 * size}]
+    found: list[Degrees] = [
+        {"tp": size}, {"dp": size}, {"dp": size, "zero": 3},
+        {"pp": size, "num_microbatches": 2 * size},
+    ]  # fmt: skip
     half = size // 2
     if size % 2 == 0 and half > 1:
         found += [

@@ -237,10 +237,10 @@ class _Runner:
                 (len(o.seconds) // runs, median(o.seconds)) for o in self.operators if o.seconds
             ]
             inside_s = sum(count * seconds for count, seconds in calls)
-            each_s = (median(plain) - inside_s) / max(1, sum(count for count, _ in calls))
-            each_s = max(1e-9, each_s)
+            number = max(1, sum(count for count, _ in calls))
+            each_s = max(1e-9, (median(plain) - inside_s) / number)
             points.append(
-                Point(PointKind.STEP, "float32", (1,), each_s, name="executor", busy=busy,
+                Point(PointKind.STEP, "float32", (number,), each_s, name="executor", busy=busy,
                       repeats=runs)
             )  # fmt: skip
         return points
