@@ -63,6 +63,15 @@ class HostCosts(Protocol):
         """
         ...
 
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding one more micro-batch's gradients to the sums; 0 if not measured.
+
+        Args:
+            num_tensors: Gradients that a rank adds.
+            num_bytes: Bytes of them.
+        """
+        ...
+
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of one call with its backward on one rank, beyond its programs.
 

@@ -295,6 +295,16 @@ def fit_optimizer(points: Sequence[Point]) -> OptimizerCurve:
     return OptimizerCurve(per_tensor_s=per_tensor_s, per_byte_s=per_byte_s)
 
 
+def fit_sums(points: Sequence[Point]) -> OptimizerCurve:
+    """The curve of adding gradients to their sums; of one size all of it goes by the byte."""
+    if len({p.sizes for p in points}) < MIN_OPTIMIZERS:
+        num_bytes = points[0].sizes[1]
+        return OptimizerCurve(
+            per_tensor_s=0.0, per_byte_s=median(p.time_s for p in points) / num_bytes
+        )
+    return fit_optimizer(points)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCurve:
     """Time of one operator over shapes: ``start_s + share * what the roofline says``."""

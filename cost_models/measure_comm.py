@@ -20,7 +20,7 @@ from cost_models.measure_meter import Meter, Run, Task
 from cost_models.profile import Key, Point, PointKind, burst_name
 
 K = PointKind
-PAYLOAD_BYTES = (1 * KIB, 1 * MIB, 64 * KIB, 8 * MIB, 256 * KIB, 32 * MIB)
+PAYLOAD_BYTES = (1 * KIB, 1 * MIB, 64 * KIB, 8 * MIB, 256 * KIB, 24 * MIB)
 BURST_BYTES = (1 * KIB, 1 * MIB, 64 * KIB)
 BURST = 16  # collectives that are issued before the first is waited for
 BESIDE_BYTES = 1 * MIB

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
@@ -32,6 +31,7 @@ from cost_models.fit import (
     fit_memory,
     fit_operator,
     fit_optimizer,
+    fit_sums,
     hidden_share,
 )
 from cost_models.flops import VIEW_OPS, OpClass, Work, work_of
@@ -79,6 +79,7 @@ class Fits:
         attention: Share of the matmul peak, by ``forward`` and ``backward``.
         links: By kind, ranks, name and busy ranks.
         optimizers: By name and busy ranks.
+        sums: Of adding a micro-batch's gradients, by busy ranks.
         busy: By kind of point and busy ranks.
         hidden: Share of the shorter lane that is hidden behind the other, by ranks, nodes, busy.
         left_out: Curves that a profile which ran out of time has too few points of, and why.
@@ -92,6 +93,7 @@ class Fits:
     attention: Mapping[str, float]
     links: Mapping[tuple[PointKind, int, str, int], LinkCurve]
     optimizers: Mapping[tuple[str, int], OptimizerCurve]
+    sums: Mapping[int, OptimizerCurve]
     busy: Mapping[tuple[PointKind, int], float]
     hidden: Mapping[tuple[int, str, int], float]
     left_out: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ def fit_profile(profile: Profile) -> Fits:
     memory: dict[str, MemoryCurve] = {}
     links: dict[tuple[PointKind, int, str, int], LinkCurve] = {}
     optimizers: dict[tuple[str, int], OptimizerCurve] = {}
+    sums: dict[int, OptimizerCurve] = {}
     left_out: list[str] = []
     for points in groups.values():
         first = points[0]
@@ -148,23 +151,22 @@ def fit_profile(profile: Profile) -> Fits:
                 links[(first.kind, first.sizes[1], first.name, first.busy)] = fit_link(points)
             elif first.kind is K.OPTIMIZER:
                 optimizers[(first.name, first.busy)] = fit_optimizer(points)
+            elif first.kind is K.ACCUMULATE:
+                sums[first.busy] = fit_sums(points)
         except ConfigError as error:
             if profile.is_complete or (first.kind, first.name, first.dtype) in _NEEDED:
                 raise
             left_out.append(str(error))
-    steps: dict[int, list[float]] = {}
-    for point in profile.of_kind(K.STEP):
-        if point.name == "executor":
-            steps.setdefault(point.busy, []).append(point.time_s)
     return Fits(
         launch_s=launch_s,
         view_s=launches.get("view", launch_s),
-        executor_s={busy: median(times) for busy, times in steps.items()},
+        executor_s=_executor_s(profile),
         matmul=matmul,
         memory=memory,
         attention=_attention(profile, matmul),
         links=links,
         optimizers=optimizers,
+        sums=sums,
         busy=busy_factors(p for p in profile.points if p.kind in (K.MATMUL, K.STREAM, K.LAUNCH)),
         hidden=_hidden(profile),
         left_out=tuple(left_out),
@@ -175,6 +177,17 @@ def _curve_of(point: Point) -> tuple[object, ...]:
     """Points of one curve have the same key."""
     ranks = point.sizes[1] if point.kind in COLLECTIVES else 0
     return point.kind, point.name, point.dtype, point.busy, ranks
+
+
+def _executor_s(profile: Profile) -> dict[int, float]:
+    """By busy ranks, over all operators of all programs that were measured."""
+    totals: dict[int, tuple[float, int]] = {}
+    for point in profile.of_kind(K.STEP):
+        if point.name == "executor":
+            time_s, number = totals.get(point.busy, (0.0, 0))
+            count = point.sizes[0]
+            totals[point.busy] = (time_s + count * point.time_s, number + count)
+    return {busy: time_s / number for busy, (time_s, number) in totals.items()}
 
 
 def _attention(profile: Profile, matmul: Mapping[str, MatmulCurve]) -> dict[str, float]:
@@ -384,6 +397,11 @@ class ProfiledCostModel:
         busy = min(found, key=lambda b: abs(b - self._ranks))
         scale = self._factor(K.STREAM, self._ranks) / self._factor(K.STREAM, busy)
         return self.fits.optimizers[(name, busy)].time_s(num_tensors, num_bytes) * scale
+
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding one more micro-batch's gradients; 0 if that was not measured."""
+        times = {b: curve.time_s(num_tensors, num_bytes) for b, curve in self.fits.sums.items()}
+        return self._at_ranks(times, K.STREAM)
 
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of a call and its backward on one rank beyond its programs; 0 if not measured."""

@@ -129,6 +129,10 @@ class FasterHostLinks:
         """Seconds of an optimizer's step: unchanged."""
         return self.host.optimizer_time_s(name, num_tensors, num_bytes)
 
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding a micro-batch's gradients: unchanged."""
+        return self.host.accumulate_time_s(num_tensors, num_bytes)
+
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of one call beyond its programs: unchanged."""
         return self.host.call_time_s(num_parameters)

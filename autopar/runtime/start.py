@@ -10,6 +10,7 @@ import torch
 from autopar.capture.calls import ModelCall
 from autopar.capture.tracing import Captured
 from autopar.errors import ConfigError, PlanError
+from autopar.host_memory import keep_freed_memory
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.runtime.batches import call_key
@@ -60,6 +61,8 @@ def start_session(  # noqa: PLR0913
     """
     check_launch(plan.num_devices, place)
     check_model(plan, captured)
+    if place.device.type == "cpu":
+        keep_freed_memory()
     decisions = replace(
         decisions_of(plan, captured.graph),
         gather_outputs=gathered(captured, options, captured.training),
