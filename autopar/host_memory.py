@@ -45,4 +45,4 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     wanted = ((_MMAP_THRESHOLD, _MOST_MMAP_BYTES), (_TRIM_THRESHOLD, _MOST_KEPT_BYTES))
-    return all([mallopt(name, value) == 1 for name, value in wanted])
+    return all(mallopt(name, value) == 1 for name, value in wanted)

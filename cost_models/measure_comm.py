@@ -191,7 +191,6 @@ class Collectives:
                     )
                 )  # fmt: skip
 
-
     def measure_lockstep(self, known: frozenset[Key], keep: Callable[[Point], None]) -> None:
         """Rounds of matmuls and a small all-reduce: what waiting for the slowest rank takes.
 

@@ -160,7 +160,7 @@ def _optimizer_task(device: torch.device, busy: int, name: str, each_bytes: int)
             return [_distributed(v) for v in made] if busy > 1 else made
 
         parameters = [torch.nn.Parameter(v) for v in values()]
-        # gradients of zeros would be divided by roots of zeros, which takes CPUs several times as long
+        # no zeros: a CPU takes several times as long for the root of a zero
         for parameter, gradient in zip(parameters, values(), strict=True):
             parameter.grad = gradient
         makes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

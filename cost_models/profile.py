@@ -88,8 +88,8 @@ COLLECTIVES = (
 
 # Numbers in Point.sizes by kind.
 NUM_SIZES: Mapping[PointKind, int] = {
-    K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.ACCUMULATE: 2, K.HOST_TO_DEVICE: 1,
-    K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, K.LOCKSTEP: 2,
+    K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.ACCUMULATE: 2,
+    K.HOST_TO_DEVICE: 1, K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, K.LOCKSTEP: 2,
     **dict.fromkeys(COLLECTIVES, 2),
 }  # fmt: skip
 

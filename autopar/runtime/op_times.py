@@ -279,9 +279,7 @@ class _Runner:
     def _sums(self, is_plain: bool) -> Accumulator:
         return Accumulator() if is_plain else _TimedSums(self.meter, self.sums)
 
-    def _points(
-        self, busy: int, timed: Sequence[float], plain: Sequence[float]
-    ) -> list[Point]:
+    def _points(self, busy: int, timed: Sequence[float], plain: Sequence[float]) -> list[Point]:
         """Points of operators (by operands, the mean over where they stand), of sums, of the rest.
 
         Args:

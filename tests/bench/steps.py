@@ -96,6 +96,7 @@ def measured(
     held = [*model.parameters(), *model.buffers(), *batch.values()]
     held += [t for state in optimizer.state.values() for t in state.values()]
     peak = storage_bytes(held) + peak_allocated_bytes(step)
+    autopar.close(model)
     return {
         "model": name,
         "plan": words(degrees),
