@@ -72,6 +72,16 @@ class HostCosts(Protocol):
         """
         ...
 
+    def waiting_s(self, num_ranks: int, num_waits: int, compute_s: float) -> float:
+        """Seconds that a rank waits for the slowest of those that it meets; 0 if not measured.
+
+        Args:
+            num_ranks: Ranks that meet.
+            num_waits: How often.
+            compute_s: Seconds that a rank computes in all meanwhile.
+        """
+        ...
+
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of one call with its backward on one rank, beyond its programs.
 

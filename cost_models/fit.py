@@ -8,6 +8,7 @@ memory    seconds per byte by working set, interpolated between the sizes that w
 link      ``alpha + payload / bandwidth`` of each collective, group size and number of nodes;
           between payloads that were measured, what lies between their times
 optimizer ``tensors * per_tensor + bytes * per_byte``
+waiting   ``waits * each + share * computed``, of ranks that compute and meet in turn
 operator  ``start + share * roofline``, for one operator over shapes
 ========= ======================================================================================
 
@@ -30,6 +31,7 @@ MIN_MATMULS = 4
 MIN_STREAMS = 2
 MIN_PAYLOADS = 3
 MIN_OPTIMIZERS = 2
+MIN_ROUNDS = 2
 SMALLEST_S = 1e-12
 
 
@@ -342,6 +344,46 @@ def hidden_share(comm_s: float, compute_s: float, both_s: float) -> float:
     """
     shorter, longer = sorted((comm_s, compute_s))
     return min(1.0, max(0.0, 1.0 - (both_s - longer) / shorter))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitCurve:
+    """What meeting other ranks takes beyond the collective itself.
+
+    Attributes:
+        each_s: Seconds of each time: a rank that computed has left the backend's threads asleep.
+        share: Of the seconds computed in between: the slowest rank takes so much longer than most.
+    """
+
+    each_s: float
+    share: float
+
+    def time_s(self, num_waits: int, compute_s: float) -> float:
+        """Seconds of so many times, with so many seconds of computing in all."""
+        return num_waits * self.each_s + self.share * compute_s
+
+
+def fit_waiting(points: Sequence[Point]) -> WaitCurve:
+    """From rounds of computing and a small collective, and both alone.
+
+    Raises:
+        ConfigError: There are too few lengths of rounds.
+    """
+    table: dict[str, dict[int, float]] = {}
+    for point in points:
+        table.setdefault(point.name.partition(" ")[0], {})[point.sizes[0]] = point.time_s
+    rounds, computing = table.get("round", {}), table.get("compute", {})
+    counts = sorted(rounds.keys() & computing.keys())
+    _check(f"rounds of {points[0].sizes[1]} ranks", points, len(counts), MIN_ROUNDS)
+    comm_s = median(table["comm"].values()) if "comm" in table else 0.0
+    rows, targets = [], []
+    for count in counts:  # a second of a short round counts as much as one of a long round
+        rows.append((1.0 / rounds[count], computing[count] / rounds[count]))
+        targets.append(1.0 - (computing[count] + comm_s) / rounds[count])
+    if max(targets) <= 0:  # nothing is lost: those that wait lend their cores to others
+        return WaitCurve(each_s=0.0, share=0.0)
+    each_s, share = least_squares(rows, targets)
+    return WaitCurve(each_s=each_s, share=share)
 
 
 def busy_factors(points: Iterable[Point]) -> Mapping[tuple[PointKind, int], float]:

@@ -26,7 +26,7 @@ BURST = 16  # collectives that are issued before the first is waited for
 BESIDE_BYTES = 1 * MIB
 BESIDE_EDGE = 256
 LOCKSTEP_BYTES = 64 * KIB
-LOCKSTEP_MATMULS = (1, 12)  # between two collectives
+LOCKSTEP_MATMULS = (1, 4, 12)  # between two collectives
 LOCKSTEP_ROUNDS = 8  # of a run: what counts is the mean over rounds
 ITEM_BYTES = 4
 

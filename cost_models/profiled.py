@@ -25,6 +25,7 @@ from cost_models.fit import (
     MemoryCurve,
     OpCurve,
     OptimizerCurve,
+    WaitCurve,
     busy_factors,
     fit_link,
     fit_matmul,
@@ -32,6 +33,7 @@ from cost_models.fit import (
     fit_operator,
     fit_optimizer,
     fit_sums,
+    fit_waiting,
     hidden_share,
 )
 from cost_models.flops import VIEW_OPS, OpClass, Work, work_of
@@ -79,6 +81,7 @@ class Fits:
         attention: Share of the matmul peak, by ``forward`` and ``backward``.
         links: By kind, ranks, name and busy ranks.
         optimizers: By name and busy ranks.
+        waiting: By ranks that meet, nodes that they span, and busy ranks.
         sums: Of adding a micro-batch's gradients, by busy ranks.
         busy: By kind of point and busy ranks.
         hidden: Share of the shorter lane that is hidden behind the other, by ranks, nodes, busy.
@@ -93,6 +96,7 @@ class Fits:
     attention: Mapping[str, float]
     links: Mapping[tuple[PointKind, int, str, int], LinkCurve]
     optimizers: Mapping[tuple[str, int], OptimizerCurve]
+    waiting: Mapping[tuple[int, str, int], WaitCurve]
     sums: Mapping[int, OptimizerCurve]
     busy: Mapping[tuple[PointKind, int], float]
     hidden: Mapping[tuple[int, str, int], float]
@@ -115,6 +119,10 @@ class Fits:
         for (name, busy), optimizer in self.optimizers.items():
             table[f"{name} {busy} busy per_tensor_s"] = optimizer.per_tensor_s
             table[f"{name} {busy} busy per_byte_s"] = optimizer.per_byte_s
+        for (ranks, nodes, busy), waits in self.waiting.items():
+            where = " ".join(filter(None, (f"waiting of {ranks} ranks", nodes, f"{busy} busy")))
+            table[f"{where} each_s"] = waits.each_s
+            table[f"{where} share"] = waits.share
         for (kind, busy), factor in self.busy.items():
             table[f"{kind.value} {busy} busy factor"] = factor
         return table
@@ -139,6 +147,7 @@ def fit_profile(profile: Profile) -> Fits:
     links: dict[tuple[PointKind, int, str, int], LinkCurve] = {}
     optimizers: dict[tuple[str, int], OptimizerCurve] = {}
     sums: dict[int, OptimizerCurve] = {}
+    waiting: dict[tuple[int, str, int], WaitCurve] = {}
     left_out: list[str] = []
     for points in groups.values():
         first = points[0]
@@ -153,6 +162,9 @@ def fit_profile(profile: Profile) -> Fits:
                 optimizers[(first.name, first.busy)] = fit_optimizer(points)
             elif first.kind is K.ACCUMULATE:
                 sums[first.busy] = fit_sums(points)
+            elif first.kind is K.LOCKSTEP:
+                nodes = first.name.partition(" ")[2]
+                waiting[(first.sizes[1], nodes, first.busy)] = fit_waiting(points)
         except ConfigError as error:
             if profile.is_complete or (first.kind, first.name, first.dtype) in _NEEDED:
                 raise
@@ -166,6 +178,7 @@ def fit_profile(profile: Profile) -> Fits:
         attention=_attention(profile, matmul),
         links=links,
         optimizers=optimizers,
+        waiting=waiting,
         sums=sums,
         busy=busy_factors(p for p in profile.points if p.kind in (K.MATMUL, K.STREAM, K.LAUNCH)),
         hidden=_hidden(profile),
@@ -175,8 +188,9 @@ def fit_profile(profile: Profile) -> Fits:
 
 def _curve_of(point: Point) -> tuple[object, ...]:
     """Points of one curve have the same key."""
-    ranks = point.sizes[1] if point.kind in COLLECTIVES else 0
-    return point.kind, point.name, point.dtype, point.busy, ranks
+    is_met = point.kind in (*COLLECTIVES, K.LOCKSTEP)
+    name = point.name.partition(" ")[2] if point.kind is K.LOCKSTEP else point.name
+    return point.kind, name, point.dtype, point.busy, point.sizes[1] if is_met else 0
 
 
 def _executor_s(profile: Profile) -> dict[int, float]:
@@ -402,6 +416,14 @@ class ProfiledCostModel:
         """Seconds of adding one more micro-batch's gradients; 0 if that was not measured."""
         times = {b: curve.time_s(num_tensors, num_bytes) for b, curve in self.fits.sums.items()}
         return self._at_ranks(times, K.STREAM)
+
+    def waiting_s(self, num_ranks: int, num_waits: int, compute_s: float) -> float:
+        """Seconds that a rank waits for the slowest of those that it meets; 0 if not measured."""
+        of_size = {b: curve for (n, _, b), curve in self.fits.waiting.items() if n == num_ranks}
+        if not of_size:
+            return 0.0
+        busy = min(of_size, key=lambda b: abs(b - self._ranks))
+        return of_size[busy].time_s(num_waits, compute_s)
 
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of a call and its backward on one rank beyond its programs; 0 if not measured."""

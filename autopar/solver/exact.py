@@ -151,6 +151,9 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         busy = [_compute_s(stages, mesh, rank, count) for rank in range(mesh.pp)]
         comm_s = max(_comm_s(stages, mesh, rank, count) for rank in range(mesh.pp))
         makespan_s = setting.model.shared_step_s(makespan_s, busy, comm_s)
+        makespan_s += max(
+            _waiting_s(stages, setting, setting.model, rank, busy[rank]) for rank in range(mesh.pp)
+        )
         owned = [_num_owned(programs, mesh, rank) for rank in range(mesh.pp)]
         finish_s += setting.model.call_time_s(max(owned))
     return ExactFigures(
@@ -183,6 +186,32 @@ def _comm_s(
     times = [s.time for s in _stages_of(stages, mesh, rank)]
     once_s = sum(t.reduce_s + t.unshard_s for t in times)
     return once_s + num_microbatches * sum(t.forward_comm_s + t.backward_comm_s for t in times)
+
+
+def _waiting_s(
+    stages: Sequence[StageFigures],
+    setting: Setting,
+    model: HostCosts,
+    rank: int,
+    compute_s: float,
+) -> float:
+    """Seconds that a pipeline rank waits for slower ones in a step.
+
+    It meets its group at each collective of a micro-batch, at all that are issued together once,
+    and its neighbours at each message that it receives.
+    """
+    mesh, count = setting.mesh, setting.num_microbatches
+    own = _stages_of(stages, mesh, rank)
+    total_s = 0.0
+    for axis, size in (("dp", mesh.dp), ("tp", mesh.tp)):
+        totals = [t for stage in own for t in stage.collectives if t.axis == axis]
+        waits = sum(t.count for t in totals if t.where != "once per step")
+        waits += any(t.where == "once per step" for t in totals)
+        if size > 1 and waits:
+            total_s += model.waiting_s(size, waits, compute_s)
+    if mesh.pp > 1:
+        total_s += model.waiting_s(2, 2 * count * len(own), compute_s)
+    return total_s
 
 
 def _num_owned(programs: LocalPrograms, mesh: MeshShape, rank: int) -> int:
