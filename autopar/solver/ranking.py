@@ -7,7 +7,9 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 1. the same with once-per-step work and memory, over all cuts and all recomputing
    (:mod:`autopar.solver.pipeline_bound`);
 2. the same with operators on its own micro-batches;
-3. the same with what its mixed-integer program adds: no choice of splits has less work.
+3. the same with what its mixed-integer program adds: no choice of splits has less work;
+4. how long ranks wait for each other in its order, where a rank has several stages
+   (:mod:`autopar.solver.path_bound`).
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, p
 from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.recompute_blocks import BlockLocalizer
+from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
     ChosenOrder,
     alive_of,
@@ -51,7 +55,7 @@ from autopar.solver.stages_problem import (
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 4
+EFFORTS = 5
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -154,12 +158,13 @@ class Ranker:
         self.tables = BlockTables(self.analysis, localizer)
 
     # -- bounds --------------------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:
         """A lower bound of the simulated step; infinite if the shape can't fit.
 
         Args:
             shape: The shape.
             effort: From 0 to ``EFFORTS - 1``.
+            enough_s: A bound from here on need not be sharper.
 
         Raises:
             ShardingError: The batch can't be cut so.
@@ -174,6 +179,8 @@ class Ranker:
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
+        if effort > 3:
+            return self._waiting_s(shape, body, enough_s)
         return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
     def _best_level_s(
@@ -184,6 +191,25 @@ class Ranker:
             bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
+        return found
+
+    def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
+        """With what ranks wait for each other, where there are several stages per rank."""
+        if shape.mesh.virtual == 1:
+            return 0.0
+        rows = []
+        for level in self._levels(shape):
+            problem = self._relaxed(shape, level, body)
+            rows.append((self._pipeline(shape, problem, body.floor).least_s(), level, problem))
+        found = math.inf
+        for least_s, level, problem in sorted(rows, key=lambda row: row[:2]):
+            if least_s >= min(found, enough_s):
+                return min(found, least_s)
+            reduces = shape.num_microbatches if level >= 2 else 1
+            bound = PathBound(
+                problem, shape.warmup, body.floor, knows_halves=False, num_reduces=reduces
+            )
+            found = min(found, max(least_s, bound.least_s(min(found, enough_s))))
         return found
 
     def _quick_s(self, shape: Shape) -> float:
@@ -263,9 +289,18 @@ class Ranker:
             least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
         )
 
-    def model_bound_s(self, ranked: Ranked) -> float:
-        """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return self._pipeline(ranked.shape, ranked.stage_problem).least_s()
+    def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
+        """A lower bound of the estimate of a shape under the splits that were chosen.
+
+        Args:
+            ranked: The shape and its splits.
+            enough_s: A bound from here on need not be sharper.
+        """
+        problem = ranked.stage_problem
+        least_s = self._pipeline(ranked.shape, problem).least_s()
+        if problem.virtual > 1 and least_s < enough_s:
+            least_s = max(least_s, PathBound(problem, ranked.shape.warmup).least_s(enough_s))
+        return least_s
 
     def _pipeline(
         self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
@@ -410,7 +445,9 @@ class Ranker:
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
-        """The same shape, level and splits with cuts by CP-SAT under a limit.
+        """The same shape, level and splits with better cuts under a limit.
+
+        By CP-SAT, or by moving blocks where ranks have several stages each.
 
         Args:
             ranked: From :meth:`rank`.
@@ -418,7 +455,10 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        stages = solve_stages(problem)
+        if problem.virtual > 1:
+            stages = Recut(problem).improved(ranked.stages.starts)
+        else:
+            stages = solve_stages(problem)
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self.estimated(replace(ranked, stage_problem=problem, stages=stages))
@@ -533,6 +573,8 @@ class Ranker:
         if len(problem.blocks) < problem.num_stages:
             return None
         found = first_choice(problem)
+        if found is None and problem.virtual > 1:
+            return Recut(problem, max_trials=1).improved(even_starts(problem))
         if found is None:
             return None
         starts, options = found

@@ -208,10 +208,10 @@ class _Search:
         return self.time_limit_s is not None and monotonic() - self._begin_s > self.time_limit_s
 
     # -- what the master asks ------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
         try:
-            return self._ranker.bound_s(shape, effort)
+            return self._ranker.bound_s(shape, effort, enough_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
@@ -233,10 +233,8 @@ class _Search:
         return found
 
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, cuts by CP-SAT."""
+        """Splits for just this shape, better cuts."""
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        if candidate.shape.mesh.virtual > 1:
-            return best  # the greedy's even stages are what ranks in step need
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
 
@@ -249,9 +247,9 @@ class _Search:
         """Sort key, best first."""
         return _preference(candidate)
 
-    def model_bound_s(self, candidate: Ranked) -> float:
+    def model_bound_s(self, candidate: Ranked, enough_s: float) -> float:
         """A lower bound of the estimate of a candidate's shape and splits."""
-        return self._ranker.model_bound_s(candidate)
+        return self._ranker.model_bound_s(candidate, enough_s)
 
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
