@@ -13,6 +13,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +53,7 @@ from autopar.solver.stages_problem import (
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 4
+NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
@@ -303,18 +305,22 @@ class Ranker:
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be tighter than the real one.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
+
+        Returns:
+            None if no cuts under these splits come near to the plan that is known.
         """
         limit = limit_bytes or self.limit_bytes
         body = self.bodies.body(shape.sizes)
         chosen = self.bodies.solved(body)
         best: Ranked | None = None
+        found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
         for level in self._levels(shape):
@@ -326,7 +332,10 @@ class Ranker:
                 found = self._cut_own(shape, level, limit)
             else:
                 table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
+                known_s = min(best_s, best.estimate_s) if best is not None else best_s
+                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=known_s)
+            if found is None:
+                continue
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -339,7 +348,7 @@ class Ranker:
             found = self._leaner(misfit, body, limit, best_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
-        return best or min(misfits, key=lambda m: m.least_bytes)
+        return best or min(misfits, key=lambda m: m.least_bytes, default=None)
 
     def _levels(self, shape: Shape) -> tuple[int, ...]:
         """ZeRO levels to try, fastest first."""
@@ -383,15 +392,15 @@ class Ranker:
             return misfit
         problem, chosen = leaner
         table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+        return self._cut(shape, level, limit_bytes, table, problem, chosen) or misfit
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
         limit = ranked.stage_problem.limit_bytes
         better = self._cut_own(ranked.shape, ranked.zero_level, limit)
-        return ranked if isinstance(better, Misfit) else better
+        return better if isinstance(better, Ranked) else ranked
 
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
+    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
@@ -447,8 +456,13 @@ class Ranker:
         chosen: SplitsSolution,
         *,
         best_s: float = math.inf,
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        if not math.isinf(best_s):
+            bound = self._pipeline(shape, stage_problem)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, stage_problem)
         stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
