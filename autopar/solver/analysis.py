@@ -348,14 +348,6 @@ class Analysis:
             self._problems[key] = build_splits(request, self.prices(sizes))
         return self._problems[key]
 
-    def bounded_problem(
-        self, sizes: tuple[int, int, int], zero_level: int, *, in_flight: float, limit_bytes: int
-    ) -> SplitsProblem:
-        """The same with a bound on states and saved values."""
-        request = self.request(sizes, zero_level)
-        request = replace(request, in_flight=in_flight, limit_bytes=limit_bytes)
-        return build_splits(request, self.prices(sizes))
-
 
 def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
     """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""

@@ -73,6 +73,7 @@ class StageFiller:
         self.counts = [_sums(int(at == k) for at in self.kind) for k in range(len(kinds))]
         self.fastest_s = _sums(first[k].total_s for k in self.kind)
         self.saved = _sums(first[k].saved_bytes for k in self.kind)
+        self._exchanges = [(self.counts[s.kind], s.seconds, s.bytes) for s in self.steps]
         pick = min if fractional else max
         self.transients = [pick(o.transient_bytes for o in menu) for menu in self.menus]
         self.limits = _shares(problem, self.flights, by_leanest=by_leanest)
@@ -81,15 +82,19 @@ class StageFiller:
         """Least seconds of a run of blocks in a stage, infinite if it doesn't fit."""
         time_s, flight = self.fastest_s[high] - self.fastest_s[low], self.flights[stage]
         room = self._room(low, high, stage)
-        for step in self.steps if room < 0 else ():
-            if room >= 0:
-                break
-            row = self.counts[step.kind]
+        if room >= 0:
+            return time_s
+        for row, seconds, size in self._exchanges:
             count = row[high] - row[low]
-            if count:
-                moved = self._moved(room, count, flight * step.bytes)
-                time_s += moved * step.seconds
-                room += int(moved * flight * step.bytes)
+            if not count:
+                continue
+            less = flight * size
+            if room + count * less < 0:  # all of them, and it is not enough
+                time_s += count * seconds
+                room += count * less
+                continue
+            moved = self._moved(room, count, less)
+            return time_s + moved * seconds
         return time_s if room >= -1 else math.inf
 
     def picks(self, low: int, high: int, stage: int) -> list[dict[int, float]]:

@@ -140,9 +140,7 @@ class Ranker:
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
-    _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
-        default_factory=dict
-    )
+    _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
@@ -331,9 +329,8 @@ class Ranker:
                 # the body has no ZeRO: gradients may not reach the shards that this level stores
                 found = self._cut_own(shape, level, limit)
             else:
-                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
                 known_s = min(best_s, best.estimate_s) if best is not None else best_s
-                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=known_s)
+                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
             if found is None:
                 continue
             if isinstance(found, Misfit):
@@ -345,7 +342,8 @@ class Ranker:
         if best is not None:
             return best
         for misfit in misfits:
-            found = self._leaner(misfit, body, limit, best_s)
+            known_s = min(best_s, best.estimate_s) if best is not None else best_s
+            found = self._leaner(misfit, body, limit, known_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
         return best or min(misfits, key=lambda m: m.least_bytes, default=None)
@@ -379,20 +377,61 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = self.analysis.bounded_problem(
-                shape.sizes, level, in_flight=0.0, limit_bytes=room
-            )
+            problem = replace(self._of_step(shape, level, body), limit_bytes=room)
             try:
                 self.num_split_solves += 1
-                self._bounded[key] = (problem, solve_splits(problem))
+                self._bounded[key] = solve_splits(problem)
             except InfeasibleError:
                 pass
-        leaner = self._bounded[key]
-        if leaner is None:
+        chosen = self._bounded[key]
+        if chosen is None:
             return misfit
-        problem, chosen = leaner
-        table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen) or misfit
+        parameters = self.parameters(shape.sizes, level, body)
+        found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
+        return misfit if found is None else found
+
+    def _of_step(self, shape: Shape, level: int, body: Body) -> SplitsProblem:
+        """The problem of a shape: its body's, with as many micro-batches as it has."""
+        problem = self.parameters(shape.sizes, level, body)
+        share = shape.num_microbatches / body.problem.num_microbatches
+        variables = tuple(
+            v
+            if v.is_once or share == 1
+            else replace(
+                v,
+                options=tuple(
+                    replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
+                ),
+            )
+            for v in problem.variables
+        )
+        return replace(problem, variables=variables)
+
+    def _with_splits(
+        self,
+        shape: Shape,
+        level: int,
+        limit_bytes: int,
+        body: Body,
+        chosen: SplitsSolution,
+        parameters: SplitsProblem,
+        best_s: float,
+    ) -> Ranked | Misfit | None:
+        """A shape with given splits of its body, None if it can't come near what is known.
+
+        Menus are made only where least work and the splits' own parameters leave hope.
+        """
+        if not math.isinf(best_s):
+            home = self.tables.home(body.structure)
+            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            menus = _with_costs(body.least, costs, 1)
+            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            bound = self._pipeline(shape, least, body.floor)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, least)
+        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+        return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
