@@ -15,6 +15,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -56,6 +57,7 @@ from autopar.solver.stages_problem import (
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 5
+NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -141,9 +143,7 @@ class Ranker:
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
-    _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
-        default_factory=dict
-    )
+    _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
@@ -337,18 +337,22 @@ class Ranker:
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be tighter than the real one.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
+
+        Returns:
+            None if no cuts under these splits come near to the plan that is known.
         """
         limit = limit_bytes or self.limit_bytes
         body = self.bodies.body(shape.sizes)
         chosen = self.bodies.solved(body)
         best: Ranked | None = None
+        found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
         for level in self._levels(shape):
@@ -359,8 +363,10 @@ class Ranker:
                 # the body has no ZeRO: gradients may not reach the shards that this level stores
                 found = self._cut_own(shape, level, limit)
             else:
-                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
+                known_s = min(best_s, best.estimate_s) if best is not None else best_s
+                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
+            if found is None:
+                continue
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -370,10 +376,11 @@ class Ranker:
         if best is not None:
             return best
         for misfit in misfits:
-            found = self._leaner(misfit, body, limit, best_s)
+            known_s = min(best_s, best.estimate_s) if best is not None else best_s
+            found = self._leaner(misfit, body, limit, known_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
-        return best or min(misfits, key=lambda m: m.least_bytes)
+        return best or min(misfits, key=lambda m: m.least_bytes, default=None)
 
     def _levels(self, shape: Shape) -> tuple[int, ...]:
         """ZeRO levels to try, fastest first."""
@@ -404,28 +411,69 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = self.analysis.bounded_problem(
-                shape.sizes, level, in_flight=0.0, limit_bytes=room
-            )
+            problem = replace(self._of_step(shape, level, body), limit_bytes=room)
             try:
                 self.num_split_solves += 1
-                self._bounded[key] = (problem, solve_splits(problem))
+                self._bounded[key] = solve_splits(problem)
             except InfeasibleError:
                 pass
-        leaner = self._bounded[key]
-        if leaner is None:
+        chosen = self._bounded[key]
+        if chosen is None:
             return misfit
-        problem, chosen = leaner
-        table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+        parameters = self.parameters(shape.sizes, level, body)
+        found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
+        return misfit if found is None else found
+
+    def _of_step(self, shape: Shape, level: int, body: Body) -> SplitsProblem:
+        """The problem of a shape: its body's, with as many micro-batches as it has."""
+        problem = self.parameters(shape.sizes, level, body)
+        share = shape.num_microbatches / body.problem.num_microbatches
+        variables = tuple(
+            v
+            if v.is_once or share == 1
+            else replace(
+                v,
+                options=tuple(
+                    replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
+                ),
+            )
+            for v in problem.variables
+        )
+        return replace(problem, variables=variables)
+
+    def _with_splits(
+        self,
+        shape: Shape,
+        level: int,
+        limit_bytes: int,
+        body: Body,
+        chosen: SplitsSolution,
+        parameters: SplitsProblem,
+        best_s: float,
+    ) -> Ranked | Misfit | None:
+        """A shape with given splits of its body, None if it can't come near what is known.
+
+        Menus are made only where least work and the splits' own parameters leave hope.
+        """
+        if not math.isinf(best_s):
+            home = self.tables.home(body.structure)
+            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            menus = _with_costs(body.least, costs, 1)
+            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            bound = self._pipeline(shape, least, body.floor)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, least)
+        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+        return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
         limit = ranked.stage_problem.limit_bytes
         better = self._cut_own(ranked.shape, ranked.zero_level, limit)
-        return ranked if isinstance(better, Misfit) else better
+        return better if isinstance(better, Ranked) else ranked
 
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
+    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
@@ -473,8 +521,13 @@ class Ranker:
         chosen: SplitsSolution,
         *,
         best_s: float = math.inf,
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        if not math.isinf(best_s):
+            bound = self._pipeline(shape, stage_problem)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, stage_problem)
         stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)

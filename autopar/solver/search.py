@@ -224,6 +224,9 @@ class _Search:
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
+        if found is None:
+            self.progress(f"{shape}: slower than what is known")
+            return None
         if isinstance(found, Misfit):
             self.misfits.append(found)
             self.progress(f"{shape}: does not fit")
@@ -271,13 +274,14 @@ class _Search:
                     outcome.figures.rank_bytes, outcome.ranked.stages.memory_bytes, strict=True
                 )
             )
+            found: Ranked | Misfit | None
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
             found = ranker.refine(outcome.ranked, limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 found = ranker.rank(ranked.shape, limit_bytes=limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
         self.progress(
