@@ -19,7 +19,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.units import format_bytes, format_time
 
@@ -82,6 +83,7 @@ class Shortfall:
         available: The amount that there is, in ``unit``.
         unit: Name of the unit, such as ``"bytes"``.
         remedy: The cheapest way out, as an imperative sentence; "" if none is known.
+        degrees: Of the plan that comes closest, such as ``{"dp": 2, "tp": 4}``.
     """
 
     what: str
@@ -89,6 +91,7 @@ class Shortfall:
     available: float
     unit: str
     remedy: str
+    degrees: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line: what, both numbers, remedy."""
@@ -130,6 +133,7 @@ class InfeasibleError(AutoparError, RuntimeError):
         shortfalls: The limits that failed, worst first.
         relaxations: Ways out, each tried, fastest plan first.
         notes: What was tried in vain, and what was not tried.
+        num_tried: Shapes of plans that were worked out before it was said.
     """
 
     def __init__(
@@ -139,11 +143,13 @@ class InfeasibleError(AutoparError, RuntimeError):
         *,
         relaxations: tuple[Relaxation, ...] = (),
         notes: tuple[str, ...] = (),
+        num_tried: int = 0,
     ) -> None:
         self.message = message
         self.shortfalls = shortfalls
         self.relaxations = relaxations
         self.notes = notes
+        self.num_tried = num_tried
         lines = [message, *(f"  - {shortfall}" for shortfall in shortfalls)]
         if relaxations:
             lines += ["ways out, each tried, fastest first:"]

@@ -43,13 +43,16 @@ def parse_bytes(text: str | int | float) -> int:
     80000000000
     """
     if isinstance(text, int | float):
-        return int(text)
+        try:
+            return int(text)
+        except (OverflowError, ValueError):
+            raise ValueError(f"{text} is not an amount of memory; write a finite number") from None
     stripped = text.strip()
     head = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     suffix = stripped[len(head) :].strip().lower()
     try:
         return int(float(head) * _SUFFIXES[suffix])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(
             f"{text!r} is not an amount of memory; write a number with one of "
             "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"

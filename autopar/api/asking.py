@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ def questions_of(
     devices: Devices | None = None,
     args: Sequence[object] | None = None,
     loss: LossFunction | None = None,
+    cost_per_hour: float | Mapping[str, float] | None = None,
     time_limit_s: float | None = None,
 ) -> Questions:
     """Who answers what is asked about a plan.
@@ -34,6 +35,7 @@ def questions_of(
         devices: That it was made for; those that its text names if left out.
         args: Positional arguments beside a dict in ``inputs``.
         loss: As in :func:`autopar.compile`.
+        cost_per_hour: Price of a device, as in :func:`autopar.compile`; a plan does not keep it.
         time_limit_s: Wall-clock guard of each search.
 
     Raises:
@@ -45,7 +47,11 @@ def questions_of(
             f"the plan is for a cluster that came from a file ({plan.cluster}); name the file: "
             "--devices FILE, or devices="
         )
-    cluster = cluster_for(devices or plan.cluster, plan, None)
+    cluster = cluster_for(devices or plan.cluster, plan, None, cost_per_hour)
     _, captured = capture_call(model, inputs, args, loss, mode=plan.mode, precision=plan.precision)
     check_model(plan, captured)
-    return Questions(captured, cluster, plan, time_limit_s)
+    limit_bytes = None
+    if not plan.pipelines and plan.memory_limit_bytes not in (0, cluster.memory_bytes):
+        limit_bytes = plan.memory_limit_bytes  # the user's: a cluster's text does not name it
+        cluster = cluster.with_memory_limit(limit_bytes)
+    return Questions(captured, cluster, plan, time_limit_s, limit_bytes)

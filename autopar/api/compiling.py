@@ -78,6 +78,7 @@ class _Order:
     given: Mapping[str, torch.Tensor] | None
     precision: str | None = None
     goal: Goal = field(default_factory=lambda: goal())
+    is_limited: bool = False  # the user said how much memory a device may use
 
     def wishes(self) -> dict[str, str]:
         """Arguments that every rank must give alike; what a rank finds out itself may differ."""
@@ -172,7 +173,7 @@ def compile(  # noqa: PLR0913
         constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
         on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
-        precision=precision_of(precision, given_plan),
+        precision=precision_of(precision, given_plan), is_limited=memory_limit is not None,
     )  # fmt: skip
     return _compiled(model, _as_it_is(order) if rng == "torch" else order, inputs, args)
 
@@ -225,7 +226,8 @@ def _remember(state: CompiledState, captured: Captured, made: Plan, order: _Orde
     def ask() -> Questions:
         from autopar.api.questions import Questions  # few ask, and it takes ortools
 
-        return Questions(captured, order.cluster, made, order.time_limit_s)
+        limit = order.cluster.memory_bytes if order.is_limited else None
+        return Questions(captured, order.cluster, made, order.time_limit_s, limit)
 
     state.plan = made
     state.report = functools.partial(render_plan, graph=captured.graph)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from autopar.api.environment import local_machine
@@ -12,7 +14,7 @@ from autopar.api.options import ConstraintOptions, user_constraints
 from autopar.api.profiling import prices_for
 from autopar.capture.normalise import with_stable_names, without_dead
 from autopar.capture.tracing import Captured
-from autopar.cluster import Cluster, DeviceKind, parse_devices
+from autopar.cluster import Cluster, Device, DeviceKind, parse_devices
 from autopar.ir.graph import Graph, InputKind
 from autopar.ir.precision import lower_precision, widen_gradients
 from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
@@ -170,6 +172,7 @@ def planner_for(
         dress=lambda plan: dressed(plan, captured),
         goal=goal,
         progress=progress,
+        time_limit_s=time_limit_s,
     )
 
 
@@ -224,6 +227,11 @@ def solve_question(question: Question) -> tuple[Plan, SearchStats]:
     return solve_or_explain(Asker(question, progress=progress), progress=progress)
 
 
+def _kind(device: Device) -> str:
+    """Its name, whatever its speed."""
+    return device.name.partition("@")[0]
+
+
 @dataclass(slots=True)
 class Questions:
     """Answers about one plan of a captured model (what a compiled module asks).
@@ -233,12 +241,15 @@ class Questions:
         cluster: Where the plan runs.
         plan: The plan.
         time_limit_s: Wall-clock guard of each search.
+        limit_bytes: Memory of a device that the user allowed, if less or more than usual; it holds
+            on changed clusters too.
     """
 
     captured: Captured
     cluster: Cluster
     plan: Plan
     time_limit_s: float | None = None
+    limit_bytes: int | None = None
     _planner: Planner | None = field(default=None)
     _asker: Asker | None = field(default=None)
 
@@ -274,15 +285,46 @@ class Questions:
 
     def replan(
         self,
-        cluster: Cluster | None,
+        devices: int | str | os.PathLike[str] | Cluster | None,
         lost: tuple[int, ...],
         slower: Mapping[int, float],
         *,
         thorough: bool,
+        checkpoint_bytes_per_s: float | None = None,
     ) -> Replan:
         """The plan for a changed cluster, and what going there takes."""
-        change = change_of(self.cluster, cluster, lost=lost, slower=slower)
-        return replan(self.planner, self.plan, change, thorough=thorough)
+        after = None if devices is None else self._as_ours(devices)
+        change = change_of(self.cluster, after, lost=lost, slower=slower)
+        return replan(
+            self.planner,
+            self.plan,
+            change,
+            thorough=thorough,
+            checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+        )
+
+    def _as_ours(self, devices: int | str | os.PathLike[str] | Cluster) -> Cluster:
+        """A new cluster with what the user said about the old one: memory limit and prices."""
+        named = devices if isinstance(devices, int | str | Cluster) else Path(devices)
+        cluster = parse_devices(named, local=local_machine())
+        prices = {
+            _kind(machine.device): machine.device.cost_per_hour for machine in self.cluster.machines
+        }
+        return replace(
+            cluster,
+            machines=tuple(
+                replace(machine, device=self._told(machine.device, prices))
+                for machine in cluster.machines
+            ),
+        )
+
+    def _told(self, device: Device, prices: Mapping[str, float | None]) -> Device:
+        if device.cost_per_hour is None:
+            device = replace(device, cost_per_hour=prices.get(_kind(device)))
+        limit = self.limit_bytes
+        if limit is None or limit > device.memory_bytes:
+            return device
+        return replace(device, memory_bytes=limit, reserved_bytes=0)
 
     def explain(self, pattern: str | None) -> PlanExplanation | ParamExplanation:
         """What binds and who lost, or how the parameters that match a pattern are split."""

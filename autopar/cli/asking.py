@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.decisions import decisions
+from autopar.cli.decisions import amount, costs, decisions
 from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, plan_summary, show_answer
 from autopar.errors import ConfigError
@@ -47,11 +47,15 @@ def replan(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
     check_folder("--output", args.output)
     slower = dict(_slower(text) for text in args.slower or ())
-    from autopar.cluster import parse_devices
-
-    after = None if args.devices is None else parse_devices(args.devices)
     asked = _questions(args, args.model, plan, devices=args.before)
-    answer = asked.replan(after, tuple(args.lost or ()), slower, thorough=args.thorough)
+    speed = args.checkpoint_speed
+    answer = asked.replan(
+        args.devices,
+        tuple(args.lost or ()),
+        slower,
+        thorough=args.thorough,
+        checkpoint_bytes_per_s=None if speed is None else amount("--checkpoint-speed", speed),
+    )
     if args.output:
         save_plan(answer.plan, args.output)
     if args.json:
@@ -118,5 +122,13 @@ def _questions(
 ) -> Questions:
     from autopar.api.asking import questions_of  # here, since torch takes seconds
 
+    prices = costs(args.cost_per_hour)
     model, inputs = load_model(name, args.batch)
-    return questions_of(model, inputs, plan, devices=devices, time_limit_s=args.time_limit)
+    return questions_of(
+        model,
+        inputs,
+        plan,
+        devices=devices,
+        cost_per_hour=prices,
+        time_limit_s=args.time_limit,
+    )

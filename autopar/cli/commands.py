@@ -7,7 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, cast
 
-from autopar.cli.decisions import amount, decisions
+from autopar.cli.decisions import amount, costs, decisions
 from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, show_answer, show_plan
 from autopar.plan.io import json_record, load_plan, save_plan
@@ -36,6 +36,9 @@ def plan(args: argparse.Namespace) -> int:
         mode=args.mode,
         time_limit_s=args.time_limit,
         precision=args.precision,
+        objective=args.objective,
+        cost_limit=args.cost_limit,
+        cost_per_hour=costs(args.cost_per_hour),
         **decisions(args),
     )
     made = cast("Plan", compiled.plan)

@@ -50,6 +50,37 @@ def amount(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}") from None
 
 
+def costs(texts: Sequence[str] | None) -> float | dict[str, float] | None:
+    """Prices of devices: of all alike, or by name; None if none were given.
+
+    Raises:
+        ConfigError: One is no number, or names and a number alone are mixed.
+    """
+    if not texts:
+        return None
+    if len(texts) == 1 and "=" not in texts[0]:
+        return _price(texts[0], texts[0])
+    return {name: _price(text, value) for text in texts for name, value in [_pair_of(text)]}
+
+
+def _pair_of(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ConfigError(
+            f"--cost-per-hour {text!r}: write DEVICE=PRICE for each, such as h100-sxm=2.5"
+        )
+    return name, value
+
+
+def _price(text: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(
+            f"--cost-per-hour {text!r}: write DEVICE=PRICE, such as h100-sxm=2.5, or a price alone"
+        ) from None
+
+
 def _recompute(texts: Sequence[str]) -> str | dict[str, str]:
     if len(texts) == 1 and "=" not in texts[0]:
         return texts[0]

@@ -67,11 +67,13 @@ def show_answer(answer: Answer, args: argparse.Namespace, **others: Json) -> Non
 
 
 def check_folder(option: str, path: str | None) -> None:
-    """Refuse a file in a folder that is not there, before anything is worked out.
+    """Refuse a file that can't be written where it is to be, before anything is worked out.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such folder, or the path is one itself.
     """
+    if path and Path(path).is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; name a file, such as {path}/plan.json")
     if path and not Path(path).resolve().parent.is_dir():
         raise ConfigError(
             f"{option}: there is no folder {Path(path).resolve().parent} for {path}; make it, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import isfinite
 from pathlib import Path
 
 import autopar
@@ -89,10 +90,31 @@ def _plan(found: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "fp16"], help="compute in it, float32 masters"
     )
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of the search")
+    _time_limit(parser, "guard of the search")
     _trace(parser)
+    _goal(parser)
     _decisions(parser, "decisions", "what is left out is the solver's to decide")
     parser.set_defaults(run=commands.plan)
+
+
+def _goal(parser: argparse.ArgumentParser) -> None:
+    goal = parser.add_argument_group("what is minimised")
+    goal.add_argument(
+        "--objective", choices=["time", "cost", "time within cost"], default="time", help="time"
+    )
+    goal.add_argument("--cost-limit", type=float, metavar="PRICE", help="of a step, for the last")
+    _costs(goal)
+
+
+def _costs(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--cost-per-hour", action="append", metavar="DEVICE=PRICE",
+        help="of one device, in any currency; a number alone for all",
+    )  # fmt: skip
+
+
+def _time_limit(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help=text)
 
 
 def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
@@ -148,7 +170,8 @@ def _explain(found: Commands[argparse.ArgumentParser]) -> None:
 
 def _devices_of_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", help="those of the plan if left out")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of each search")
+    _time_limit(parser, "guard of each search")
+    _costs(parser)
 
 
 def _why_not(found: Commands[argparse.ArgumentParser]) -> None:
@@ -188,8 +211,12 @@ def _replan(found: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--before", metavar="DEVICES", help="the old cluster, if it was a file")
     parser.add_argument("--thorough", action="store_true", help="search all shapes")
+    parser.add_argument(
+        "--checkpoint-speed", metavar="AMOUNT", help="read in a second by all ranks, such as 10GB"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the new plan as JSON")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="guard of each search")
+    _time_limit(parser, "guard of each search")
+    _costs(parser)
     parser.set_defaults(run=asking.replan)
 
 
@@ -240,6 +267,16 @@ def _width(text: str) -> int:
     if columns < LEAST_WIDTH:
         raise argparse.ArgumentTypeError(f"{text!r} is no width; the least is {LEAST_WIDTH}")
     return columns
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not (isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds above 0, such as 30")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Cluster files: JSON that describes devices, machines and links.
+"""Cluster files: JSON or YAML that describes devices, machines and links.
 
 ::
 
@@ -32,45 +32,39 @@
 
 ``intra`` and ``inter`` may be left out where the device is a preset or based on one. Bandwidths
 are per device and direction (see :mod:`autopar.cluster.topology`); ``between_sites`` is needed
-where machines stand at several sites. Unknown keys are refused.
+where machines stand at several sites. Unknown keys are refused. YAML (``.yaml``, ``.yml``) has the
+same entries, and takes PyYAML (``pip install autopar[yaml]``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from autopar.cluster.device import Device, DeviceKind, EfficiencyCurve, rates
 from autopar.cluster.presets import ALIASES, PRESETS, Preset
+from autopar.cluster.reading import read_values
 from autopar.cluster.topology import Cluster, Link, LinkKind, Machine
 from autopar.errors import ConfigError
 from autopar.units import parse_bytes
 
 FORMAT = "autopar-cluster"
 VERSION = 1
+MAX_DEVICES = 1 << 20  # far beyond any cluster; a larger count is a slip of the keyboard
 
 
 def load_cluster(path: Path | str) -> Cluster:
     """The cluster that a file describes.
 
     Raises:
-        ConfigError: The file can't be read, is not JSON, or an entry is missing, unknown or out
-            of range; the text names file and entry.
+        ConfigError: The file can't be read, is not JSON or YAML, or an entry is missing, unknown
+            or out of range; the text names file and entry.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"cluster file {str(path)!r} can't be read: {reason}; check the path"
-        ) from None
-    try:
-        data: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"cluster file {str(path)!r} is not JSON: {error}") from None
+    data = read_values(path)
     return cluster_from_data(data, where=f"cluster file {str(path)!r}")
 
 
@@ -271,7 +265,12 @@ def _machines(
         inter=_link(entry, "inter", preset.inter if preset else None),
         site=entry.text("site", ""),
     )
-    return [machine] * entry.count("count", 1)
+    count = entry.count("count", 1)
+    if count * machine.num_devices > MAX_DEVICES:
+        raise ConfigError(
+            f"{where}: has {count * machine.num_devices} devices, must be from 1 to {MAX_DEVICES}"
+        )
+    return [machine] * count
 
 
 def _link(parent: _Entry, key: str, default: Link | None) -> Link:
@@ -300,7 +299,7 @@ def _link(parent: _Entry, key: str, default: Link | None) -> Link:
 
 @dataclass(frozen=True, slots=True, init=False)
 class _Entry:
-    """A JSON object under checks; ``where`` starts every error text."""
+    """An object of the file under checks; ``where`` starts every error text."""
 
     where: str
     data: dict[str, object]
@@ -334,7 +333,7 @@ class _Entry:
         value = self.require(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where}: {key} is {value!r}, must be a number")
-        return float(value)
+        return _finite(f"{self.where}: {key}", value)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.require(key) if default is None else self.get(key, default)
@@ -358,4 +357,18 @@ class _Entry:
         for name, number in value.items():
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise ConfigError(f"{self.where}: {key}[{name!r}] is {number!r}, must be a number")
-        return {name: float(number) for name, number in value.items()}
+        return {
+            str(name): _finite(f"{self.where}: {key}[{name!r}]", number)
+            for name, number in value.items()
+        }
+
+
+def _finite(what: str, number: float) -> float:
+    """A number that is one: JSON of Python has NaN and Infinity, which pass all comparisons."""
+    try:
+        found = float(number)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ConfigError(f"{what} is {found}, must be a finite number")
+    return found

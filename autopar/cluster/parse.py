@@ -2,7 +2,7 @@
 
 ::
 
-    devices  = COUNT | SPEC | Cluster | path of a cluster file (ends in .json)
+    devices  = COUNT | SPEC | Cluster | path of a cluster file (.json, .yaml)
     SPEC     = PART { "+" PART }
     PART     = [ [ MACHINES "x" ] COUNT ":" ] NAME [ "@" SPEED ]
 
@@ -20,8 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.cluster.device import Device, DeviceKind
-from autopar.cluster.file import dump_cluster, load_cluster
+from autopar.cluster.file import MAX_DEVICES, dump_cluster, load_cluster
 from autopar.cluster.presets import ALIASES, PRESETS, Preset
+from autopar.cluster.reading import SUFFIXES
 from autopar.cluster.topology import Cluster, Machine
 from autopar.errors import ConfigError
 from autopar.units import parse_bytes
@@ -33,9 +34,8 @@ _PART = re.compile(
 )
 _FORMS = (
     "write a count (8), 'COUNT:NAME' ('8:a100-80gb'), 'MACHINESxCOUNT:NAME' ('4x8:h100-sxm'), "
-    "several joined by ' + ', or the path of a .json cluster file"
+    "several joined by ' + ', or the path of a cluster file (.json, .yaml)"
 )
-MAX_DEVICES = 1 << 20  # far beyond any cluster; a larger count is a slip of the keyboard
 
 
 def parse_devices(
@@ -83,7 +83,7 @@ def _parse(spec: int | str | Path | Cluster, local: Cluster | None) -> Cluster:
     if isinstance(spec, int):
         return _local_devices(spec, local)
     text = spec.strip()
-    if text.endswith(".json"):
+    if text.lower().endswith(SUFFIXES):
         return load_cluster(Path(text))
     if re.fullmatch(r"-?\d+", text):
         return _local_devices(int(text), local)
@@ -136,7 +136,7 @@ def find_preset(name: str) -> Preset:
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ConfigError(
         f"devices: no device is called {name!r}; {hint}known are {', '.join(PRESETS)}; "
-        "describe another one in a .json cluster file"
+        "describe another one in a cluster file (.json, .yaml)"
     )
 
 

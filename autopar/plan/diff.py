@@ -194,7 +194,10 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
 
 
 def _ranks(stage: StagePlan) -> str:
-    return f"{stage.devices[0]}-{stage.devices[-1]}" if stage.devices else "none"
+    if not stage.devices:
+        return "none"
+    first, last = stage.devices[0], stage.devices[-1]
+    return f"{first}-{last}" if last > first else str(first)
 
 
 def _start(stage: StagePlan) -> str:
@@ -247,12 +250,12 @@ def _memory(before: Plan, after: Plan) -> list[Change]:
     if not before.stages or not after.stages:
         return _changes(rows)
     (old_rank, old), (new_rank, new) = fullest_rank(before), fullest_rank(after)
-    where = "fullest device"
     if (before.mesh.pp, after.mesh.pp) != (1, 1):
-        where += f" ({rank_words(before, old_rank)} -> {rank_words(after, new_rank)})"
+        places = rank_words(before, old_rank), rank_words(after, new_rank)
+        rows.append(("the fullest device", *places))
     for name, words in _MEMORY.items():
         amounts = [format_bytes(getattr(memory, name)) for memory in (old, new)]
-        rows.append((f"{words} of the {where}", amounts[0], amounts[1]))
+        rows.append((f"{words} of the fullest device", amounts[0], amounts[1]))
     return _changes(rows)
 
 

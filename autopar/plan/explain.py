@@ -11,7 +11,7 @@ from math import isfinite
 
 from autopar.errors import ConfigError
 from autopar.plan.answers import Binding, Loss, ParamExplanation, PlanExplanation
-from autopar.plan.explain_pipelines import pipeline_binding
+from autopar.plan.explain_pipelines import far_words, pipeline_binding
 from autopar.plan.time_terms import busiest_rank, plan_terms, term_changes
 from autopar.plan.types import Candidate, MemoryParts, MeshShape, Plan, TimeTerms
 from autopar.units import format_bytes, format_time
@@ -29,6 +29,7 @@ _PART_WORDS = {
     "buffers_bytes": "buffers",
 }
 _SHOWN_PARTS = 3
+ESTIMATE_AGREES = 0.05  # relative
 _SPLIT_FREE = "replicated over tp"
 
 
@@ -135,8 +136,6 @@ def plan_name(plan: Plan) -> str:
         shapes = "; ".join(map(str, plan.pipelines))
         count = len(plan.pipelines)
         return f"{count} pipeline{'s' * (count != 1)}, {plan.schedule.value}: {shapes}"
-    if plan.pipelines:
-        return " | ".join(map(str, plan.pipelines))
     level = max((stage.zero_level for stage in plan.stages), default=0)
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"
@@ -183,7 +182,8 @@ def _memory_binding(plan: Plan) -> list[Binding]:
     where = rank_words(plan, rank)
     text = (
         f"memory of {where}: {format_bytes(plan.peak_bytes)} of {format_bytes(limit)} "
-        f"({100 * share:.1f} %) at the peak; most of it {largest_parts(memory)}"
+        f"({100 * share:.1f} %) at the peak{far_words(share)}; most of it "
+        f"{largest_parts(memory)}"
     )
     paid = []
     count = sum(bool(stage.recompute) for stage in plan.stages)
@@ -242,6 +242,16 @@ def _link_binding(plan: Plan) -> list[Binding]:
     return found
 
 
+def like_for_like_s(plan: Plan, measure: str) -> float:
+    """Seconds of the plan by the measure that a runner-up was given: simulated, or estimated."""
+    return plan.objective_s if measure == "estimated" and plan.objective_s > 0 else plan.time_s
+
+
+def agrees(plan: Plan) -> bool:
+    """Whether the estimate of the plan is about what was simulated."""
+    return abs(plan.objective_s - plan.time_s) <= ESTIMATE_AGREES * plan.time_s
+
+
 def _loss(candidate: Candidate, plan: Plan, terms: TimeTerms | None) -> Loss:
     name = candidate_name(
         candidate.mesh,
@@ -257,10 +267,15 @@ def _loss(candidate: Candidate, plan: Plan, terms: TimeTerms | None) -> Loss:
     changes = {}
     if candidate.terms is not None and terms is not None:
         changes = term_changes(terms, candidate.terms)
-    percent = 100 * (time_s / plan.time_s - 1) if plan.time_s > 0 else 0.0
+    own_s = like_for_like_s(plan, measure)
+    percent = 100 * (time_s / own_s - 1) if own_s > 0 else 0.0
     reason = f"{measure} {format_time(time_s)}, {percent:+.1f} %"
+    if measure == "estimated":
+        reason += f" against the estimate of this plan, {format_time(own_s)}"
+        if not agrees(plan):
+            changes = {}  # seconds of an estimate less seconds of a simulation would mislead
     if percent <= 0.05 and measure == "simulated":
         reason = f"simulated {format_time(time_s)}, as fast and less simple"
     elif percent <= 0 and measure == "estimated":
-        reason += " against the simulated time of this plan; others had better estimates"
+        reason += ": it was not simulated, others were ranked before it"
     return Loss(name=name, time_s=time_s, measure=measure, changes=changes, reason=reason)

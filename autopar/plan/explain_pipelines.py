@@ -7,6 +7,13 @@ from autopar.plan.pipelines import PipelinePlan, PipelineStage
 from autopar.plan.types import Plan
 from autopar.units import format_bytes, format_time
 
+FAR = 0.5  # of a limit
+
+
+def far_words(share: float) -> str:
+    """Said where a limit is named that a plan is not near."""
+    return ", far from the limit" if share < FAR else ""
+
 
 def pipeline_binding(plan: Plan) -> list[Binding]:
     """The fullest device of each kind, the pipeline that ends last, its slowest stage."""
@@ -38,6 +45,7 @@ def _memory(number: int, at: int, stage: PipelineStage) -> Binding:
         f"memory of {where}: {format_bytes(stage.memory_bytes)} of "
         f"{format_bytes(stage.memory_limit_bytes)} ({100 * _share(stage):.1f} %)"
     )
+    text += far_words(_share(stage))
     if stage.recompute:
         text += "; operators are recomputed"
     return Binding(kind="memory", where=where, share=_share(stage), text=text)

@@ -14,12 +14,13 @@ part of it: nobody told how fast the storage is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from autopar.cluster import Cluster
-from autopar.errors import PlanError
+from autopar.errors import ConfigError, PlanError
 from autopar.ir.graph import Graph, TensorMeta
 from autopar.plan.holdings import Box, Holding, holdings, volume
 from autopar.plan.types import Plan
@@ -37,8 +38,10 @@ class Migration:
         lost_bytes: What no running device has, each piece once, from a checkpoint.
         received_bytes: Per rank of the new plan, what it receives from other devices.
         sent_bytes: Per rank, what it sends.
-        seconds: Of the slowest device, without what comes from a checkpoint.
+        seconds: Of reading what is lost, if ``read_s`` is known, and then of the slowest device.
         parameters: Parameter -> bytes of it that travel or are lost; those without are left out.
+        read_s: Part of ``seconds`` in which what is lost is read from a checkpoint; None where
+            nobody said how fast that is.
     """
 
     kept_bytes: int
@@ -49,6 +52,7 @@ class Migration:
     sent_bytes: Mapping[int, int]
     seconds: float
     parameters: Mapping[str, int]
+    read_s: float | None = None
 
     def __str__(self) -> str:
         """One sentence."""
@@ -58,6 +62,10 @@ class Migration:
         )
         if self.lost_bytes:
             text += f"; {format_bytes(self.lost_bytes)} are lost and come from a checkpoint"
+            if self.read_s is None:
+                text += " (reading it is not in the seconds: give checkpoint_bytes_per_s=)"
+            else:
+                text += f", {format_time(self.read_s)} of it"
         return text
 
 
@@ -106,6 +114,7 @@ def migration(
     *,
     ranks: Mapping[int, int] | None = None,
     state_bytes: Mapping[str, int] | None = None,
+    checkpoint_bytes_per_s: float | None = None,
 ) -> Migration:
     """What must travel from one plan to another.
 
@@ -117,10 +126,16 @@ def migration(
         ranks: Rank under the first plan -> rank under the second of the same device; devices that
             are gone are left out. All ranks keep their number if left out.
         state_bytes: Parameter -> bytes of its optimizer state; none if left out.
+        checkpoint_bytes_per_s: How fast all ranks together read a checkpoint, if that is known.
 
     Raises:
         PlanError: The plans are of different models.
+        ConfigError: The checkpoint is read at no speed.
     """
+    if checkpoint_bytes_per_s is not None and not 0 < checkpoint_bytes_per_s < math.inf:
+        raise ConfigError(
+            f"checkpoint_bytes_per_s is {checkpoint_bytes_per_s:g}, must be above 0 and finite"
+        )
     if before.model_hash != after.model_hash:
         raise PlanError(
             f"migration: the plans are of models {before.model_hash:.12} and "
@@ -149,6 +164,9 @@ def migration(
             if pieces:
                 moved[name] = round(pieces * weights[name])
     received, sent = _by_rank(traffic.received), _by_rank(traffic.sent)
+    read_s = None
+    if checkpoint_bytes_per_s is not None:
+        read_s = traffic.lost / checkpoint_bytes_per_s
     return Migration(
         kept_bytes=traffic.kept,
         moved_bytes=sum(received.values()),
@@ -156,8 +174,9 @@ def migration(
         lost_bytes=traffic.lost,
         received_bytes=received,
         sent_bytes=sent,
-        seconds=traffic.seconds(),
+        seconds=traffic.seconds() + (read_s or 0.0),
         parameters=dict(sorted(moved.items())),
+        read_s=read_s,
     )
 
 
@@ -198,7 +217,6 @@ def _travel(
             own.setdefault(rank, []).append(box)
             for cell in _cells(box, cuts):
                 holders.setdefault(cell, []).append(rank)
-    gone: set[Box] = set()
     moved = 0
     for row in want:
         for rank, box in sorted(row.items()):
@@ -210,9 +228,8 @@ def _travel(
                 moved += volume(cell)
                 sources = holders.get(cell)
                 if sources is None:
-                    if cell not in gone:
-                        gone.add(cell)
-                        traffic.lost += amount
+                    traffic.lost += amount
+                    holders[cell] = [rank]
                     continue
                 traffic.carry(_nearest(sources, rank, traffic), rank, amount)
     return moved

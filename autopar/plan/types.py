@@ -296,7 +296,8 @@ class Plan:
             replicated. Inputs are listed with a bare placement.
         microbatch_statistics: Whether batch statistics are taken per micro-batch.
         time_s: Predicted time of a step.
-        objective_s: What the solver reported for its own surrogate objective.
+        objective_s: What the search estimated for this plan before it was simulated, as for those
+            that lost.
         bound_s: Lower bound on the simulated time of every plan in the space that was searched.
         model_gap: What is left open by the lower bound of the estimates that the search goes by,
             as a share of the best estimate.
@@ -404,6 +405,22 @@ class Plan:
         from autopar.plan.diff import diff_plans
 
         return diff_plans(self, other)
+
+    def replan(self, devices: object = None, **change: object) -> NoReturn:
+        """Refused: a plan alone can't be solved again.
+
+        Raises:
+            ConfigError: Always; the text says whom to ask.
+        """
+        from autopar.plan.explain import NEEDS_MODEL
+
+        words = [] if devices is None else [repr(devices)]
+        given = ", ".join([*words, *(f"{name}={value!r}" for name, value in change.items())])
+        raise ConfigError(
+            NEEDS_MODEL.format(
+                what="planning again", call=f"model.replan({given})", command="replan"
+            )
+        )
 
     def why_not(self, **constraints: object) -> NoReturn:
         """Refused: a plan alone can't be solved again.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
+from autopar.plan.explain import like_for_like_s
 from autopar.plan.types import Candidate, CollectiveTotal, Plan, StagePlan
 from autopar.report.fold import fold_braces, fold_ranks, fold_scopes
 from autopar.report.layout import Lines, names, numbers, table, words
@@ -205,9 +206,10 @@ def _verdict(candidate: Candidate, plan: Plan) -> tuple[str, str, str]:
     if candidate.reason.startswith("needs") or not isfinite(time_s) or time_s <= 0:
         return "-", "-", candidate.reason
     if candidate.reason.startswith("estimated"):
-        if time_s > plan.time_s:
-            return format_time(time_s), "-", _slower(time_s, plan.time_s)
-        return format_time(time_s), "-", "not simulated: others had better estimates"
+        own_s = like_for_like_s(plan, "estimated")
+        if time_s > own_s:
+            return format_time(time_s), "-", _slower(time_s, own_s)
+        return format_time(time_s), "-", "not simulated: others were ranked before it"
     if candidate.reason.startswith("simulated"):
         return "-", format_time(time_s), _slower(time_s, plan.time_s)
     return "-", format_time(time_s), candidate.reason

@@ -296,8 +296,8 @@ def _recompute(facts: Facts, width: int) -> Lines:
 def _runners_up(plan: Plan, width: int) -> Lines:
     note = (
         "mb: micro-batches. Estimates rank the candidates; the best few are simulated from the "
-        "programs that they would run, and that decides. Percentages are against this plan's "
-        "simulated time; for those not simulated they are by the estimate."
+        "programs that they would run, and that decides. Percentages are against this plan, by the "
+        "measure that both have: of those not simulated against its estimate."
     )
     return [*runners_up_table(plan, width), *paragraph(note, width)]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import torch
 
 from autopar.capture.calls import ModelCall, bind_call
-from autopar.cluster import Cluster, parse_devices
+from autopar.cluster import Cluster
 from autopar.errors import ConfigError
 from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
 from autopar.plan.types import Plan
@@ -61,11 +61,12 @@ class Questions(Protocol):
 
     def replan(
         self,
-        cluster: Cluster | None,
+        devices: int | str | os.PathLike[str] | Cluster | None,
         lost: tuple[int, ...],
         slower: Mapping[int, float],
         *,
         thorough: bool,
+        checkpoint_bytes_per_s: float | None = None,
     ) -> Replan:
         """The plan for a changed cluster, and what going there takes."""
         ...
@@ -164,11 +165,12 @@ class CompiledModule(torch.nn.Module):
 
     def replan(
         self,
-        devices: str | os.PathLike[str] | Cluster | None = None,
+        devices: int | str | os.PathLike[str] | Cluster | None = None,
         *,
         lost: Sequence[int] = (),
         slower: Mapping[int, float] | None = None,
         thorough: bool = False,
+        checkpoint_bytes_per_s: float | None = None,
     ) -> Replan:
         """The plan for a changed cluster, what differs, what must travel, and whether that pays.
 
@@ -176,21 +178,25 @@ class CompiledModule(torch.nn.Module):
         one. Bytes are exact; seconds are those of the cluster's links.
 
         Args:
-            devices: The new cluster, as in :func:`autopar.compile`.
+            devices: The new cluster, as in :func:`autopar.compile`; the memory limit and the prices
+                of the present one hold there too.
             lost: Instead: machines of the present cluster that are gone, by index.
             slower: Instead: machine -> factor of its speed, such as ``{3: 0.5}``.
             thorough: Search all shapes, not only those of the present ``tp``.
+            checkpoint_bytes_per_s: How fast the job reads a checkpoint: state that no running
+                device has is read from one, and counts in the seconds only where this is told.
 
         Raises:
             ConfigError: Nothing changed, or a machine is not there.
             InfeasibleError: Nothing fits what is left.
         """
-        cluster = None
-        if devices is not None:
-            text = devices if isinstance(devices, str | Cluster) else Path(devices)
-            cluster = parse_devices(text)
-        gone = tuple(lost)
-        return _questions(self).replan(cluster, gone, slower or {}, thorough=thorough)
+        return _questions(self).replan(
+            devices,
+            tuple(lost),
+            slower or {},
+            thorough=thorough,
+            checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+        )
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -107,7 +107,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         splits=splits_text(winner.decisions.choices),
         microbatch_statistics=analysis.constraints.microbatch_statistics,
         time_s=winner.figures.step_s,
-        objective_s=winner.ranked.surrogate_s,
+        objective_s=winner.ranked.estimate_s,
         bound_s=min(field.bound_s, winner.figures.step_s),
         model_gap=field.model_gap,
         peak_bytes=winner.figures.peak_bytes,

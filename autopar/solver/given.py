@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from autopar.errors import PlanError
 from autopar.plan.types import AppliedConstraint, ScheduleKind
@@ -20,6 +20,26 @@ def given_constraints(constraints: Constraints) -> dict[str, object]:
         for f in fields(constraints)
         if getattr(constraints, f.name) != getattr(free, f.name)
     }
+
+
+def with_degrees(constraints: Constraints, degrees: Mapping[str, int]) -> Constraints:
+    """Constraints with the degrees of a shape, where they leave them free.
+
+    >>> with_degrees(Constraints(tp=2), {"tp": 4, "pp": 3}).pp
+    3
+    """
+
+    def degree(name: str, own: int | None) -> int | None:
+        return degrees.get(name) if own is None else own
+
+    return replace(
+        constraints,
+        dp=degree("dp", constraints.dp),
+        tp=degree("tp", constraints.tp),
+        pp=degree("pp", constraints.pp),
+        virtual=degree("virtual", constraints.virtual),
+        num_microbatches=degree("num_microbatches", constraints.num_microbatches),
+    )
 
 
 def constraint_words(given: Mapping[str, object]) -> str:

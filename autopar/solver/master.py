@@ -226,7 +226,7 @@ class Master(Generic[S, C, V]):
     def _must_stop(self) -> bool:
         if self.num_opened >= MAX_OPENED:
             self.stopped_by = self.stopped_by or "work"
-        elif self._opened and self.space.is_late():
+        elif self.space.is_late():
             self.stopped_by = "time"
         else:
             return False

@@ -48,6 +48,7 @@ class MixedWish:
         limit_bytes: Memory of any device; what each has if None.
         hints: Choices that are simulated beside those found.
         num_polished: Choices whose cuts and orders are worked on further.
+        time_limit_s: Wall-clock guard; a plan that it cut short says so.
     """
 
     objective: Objective = Objective.TIME
@@ -55,6 +56,7 @@ class MixedWish:
     limit_bytes: int | None = None
     hints: tuple[tuple[PipelineChoice, ...], ...] = ()
     num_polished: int = NUM_POLISHED
+    time_limit_s: float | None = None
 
 
 def takes_pipelines(cluster: Cluster, constraints: Constraints, *, interleaves: bool) -> bool:
@@ -100,7 +102,11 @@ def solve_mixed(
         InfeasibleError: Nothing fits, or nothing is as cheap as the limit.
     """
     begin_s = monotonic()
-    built = built or builder.build(cluster, wish.limit_bytes)
+
+    def is_late() -> bool:
+        return wish.time_limit_s is not None and monotonic() - begin_s > wish.time_limit_s
+
+    built = built or builder.build(cluster, wish.limit_bytes, is_late=is_late)
     problem = built.problem
     middle_s = monotonic()
     if progress is not None:
@@ -111,6 +117,7 @@ def solve_mixed(
         cost_limit=wish.cost_limit,
         hints=wish.hints,
         num_polished=wish.num_polished,
+        is_late=is_late,
     )
     seconds = {"analysis": middle_s - begin_s, "pipelines": monotonic() - middle_s}
     if answer is None:
@@ -219,7 +226,7 @@ def mixed_plan(built: Built, answer: MixedAnswer, model_hash: str, wish: MixedWi
         optimizer=analysis.optimizer,
         constraints=applied_constraints(analysis.constraints, {}),
         runners_up=tuple(_runners_up(built, answer)),
-        assumptions=_assumptions(built, best),
+        assumptions=_assumptions(built, answer),
         provenance={"prices": problem.model.source},
         pipelines=pipelines,
         objective=wish.objective.value,
@@ -326,8 +333,8 @@ def _candidate(built: Built, other: Simulated, best: Simulated) -> Candidate:
     )
 
 
-def _assumptions(built: Built, best: Simulated) -> tuple[str, ...]:
-    problem = built.problem
+def _assumptions(built: Built, answer: MixedAnswer) -> tuple[str, ...]:
+    problem, best = built.problem, answer.best
     texts = [
         *problem.cluster.assumptions,
         f"optimizer {built.analyses[0].optimizer}",
@@ -344,4 +351,6 @@ def _assumptions(built: Built, best: Simulated) -> tuple[str, ...]:
                 f"{idle} of {cls.num_devices} {cls.name} ({smallest} each) stay idle: no plan that "
                 "was found is better with them"
             )
+    if answer.is_cut_short:
+        texts.append("the search was stopped by its limit of time")
     return tuple(texts)

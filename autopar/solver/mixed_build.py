@@ -20,7 +20,7 @@ from autopar.plan.types import MeshShape
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.constraints import Constraints
-from autopar.solver.mixed_pipelines import unit_of
+from autopar.solver.mixed_pipelines import never, unit_of
 from autopar.solver.mixed_problem import DeviceClass, MixedProblem, StageKind
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import SplitsProblem
@@ -97,12 +97,19 @@ class MixedBuilder:
     _tables: dict[Cluster, BlockTables] = field(default_factory=dict)
     _priced: dict[tuple[Machine, int, int, int], Priced | None] = field(default_factory=dict)
 
-    def build(self, cluster: Cluster, limit_bytes: int | None = None) -> Built:
+    def build(
+        self,
+        cluster: Cluster,
+        limit_bytes: int | None = None,
+        *,
+        is_late: Callable[[], bool] = never,
+    ) -> Built:
         """The problem on a cluster.
 
         Args:
             cluster: All machines.
             limit_bytes: Memory of a device of any class; what each has if None.
+            is_late: Whether to price no more sizes of micro-batches than one of each kind.
 
         Raises:
             InfeasibleError: No way to run the model's blocks was found on any class.
@@ -116,7 +123,7 @@ class MixedBuilder:
             analysis = self._analysis(own)
             analyses.append(analysis)
             for tp in (n for n in range(1, cls.machine_size + 1) if cls.machine_size % n == 0):
-                for samples, found in self._sizes(own, machine, tp):
+                for samples, found in self._sizes(own, machine, tp, is_late):
                     priced[index, tp, samples] = found
         if not priced:
             raise InfeasibleError(f"no block of the model can be run on {cluster}")
@@ -145,12 +152,14 @@ class MixedBuilder:
             self._tables[cluster] = BlockTables(self._analyses[cluster])
         return self._analyses[cluster]
 
-    def _sizes(self, own: Cluster, machine: Machine, tp: int) -> list[tuple[int, Priced]]:
+    def _sizes(
+        self, own: Cluster, machine: Machine, tp: int, is_late: Callable[[], bool]
+    ) -> list[tuple[int, Priced]]:
         """Samples on a rank, fewest first, while more of them make a sample faster."""
         batch = self._analyses[own].batch_size
         found: list[tuple[int, Priced]] = []
         samples, best_s = 1, float("inf")
-        while samples <= batch:
+        while samples <= batch and not (found and is_late()):
             if batch % samples:
                 samples += 1
                 continue

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
 from autopar.solver.mixed_bound import cost_bound, device_seconds, time_bound_s
 from autopar.solver.mixed_cuts import better_cuts, better_orders, swaps
-from autopar.solver.mixed_pipelines import PipelineSearch, Template, Vector
+from autopar.solver.mixed_pipelines import PipelineSearch, Template, Vector, never
 from autopar.solver.mixed_problem import (
     MixedFigures,
     MixedProblem,
@@ -76,12 +76,14 @@ class MixedAnswer:
         others: Those that lost, best first.
         bound_s: Lower bound of the time of every choice.
         cost_bound: The same of its price; None where prices are not known.
+        is_cut_short: Whether a clock ended the search.
     """
 
     best: Simulated
     others: tuple[Simulated, ...]
     bound_s: float
     cost_bound: float | None
+    is_cut_short: bool = False
 
 
 def choose(
@@ -91,6 +93,7 @@ def choose(
     cost_limit: float | None = None,
     hints: Sequence[tuple[PipelineChoice, ...]] = (),
     num_polished: int = NUM_POLISHED,
+    is_late: Callable[[], bool] = never,
 ) -> MixedAnswer | None:
     """The best choice that was found, or None if nothing fits.
 
@@ -100,9 +103,17 @@ def choose(
         cost_limit: The most that a step may cost.
         hints: Choices that are simulated beside those found.
         num_polished: Choices whose cuts and orders are worked on further.
+        is_late: Whether to end with the best so far; a first choice is waited for.
     """
+    is_cut_short = False
+
+    def stops() -> bool:
+        nonlocal is_cut_short
+        is_cut_short |= is_late()
+        return is_cut_short
+
     search = PipelineSearch(problem)
-    templates = search.templates()
+    templates = search.templates(is_late=stops)
     wanted: dict[tuple[PipelineChoice, ...], None] = dict.fromkeys(hints)
     if templates:
         ways = _Ways(problem, templates)
@@ -111,7 +122,7 @@ def choose(
             made = shared(problem, group)
             if made is not None:
                 wanted[made] = None
-    simulated = _all_simulated(problem, list(wanted))
+    simulated = _all_simulated(problem, list(wanted), stops)
     if not simulated:
         return None
 
@@ -121,11 +132,13 @@ def choose(
 
     simulated.sort(key=rank)
     for item in _unlike(simulated)[:num_polished]:
+        if stops():
+            break
         turned = better_orders(search, item.pipelines)
         finer = {better_cuts(search, c) for c in {item.pipelines, turned}} | {turned}
         finer |= set(swaps(search, item.pipelines))
         finer.discard(item.pipelines)
-        simulated += _all_simulated(problem, sorted(finer, key=str))
+        simulated += _all_simulated(problem, sorted(finer, key=str), stops)
     simulated.sort(key=rank)
     bound_s = time_bound_s(problem)
     has_costs = all(c.cost_per_hour is not None for c in problem.classes)
@@ -134,6 +147,7 @@ def choose(
         others=tuple(simulated[1:]),
         bound_s=min(bound_s, simulated[0].step_s),
         cost_bound=cost_bound(problem) if has_costs else None,
+        is_cut_short=is_cut_short,
     )
 
 
@@ -159,13 +173,15 @@ def _unlike(simulated: Sequence[Simulated]) -> list[Simulated]:
 
 
 def _all_simulated(
-    problem: MixedProblem, choices: Sequence[tuple[PipelineChoice, ...]]
+    problem: MixedProblem,
+    choices: Sequence[tuple[PipelineChoice, ...]],
+    is_late: Callable[[], bool],
 ) -> list[Simulated]:
     """The first few choices that can be placed, as many as the work limits allow."""
     found: list[Simulated] = []
     work = 0
     for choice in choices:
-        if len(found) >= NUM_SIMULATED or (found and work > MAX_ACTIONS):
+        if len(found) >= NUM_SIMULATED or (found and (work > MAX_ACTIONS or is_late())):
             break
         made = evaluated(problem, choice)
         work += sum(p.num_microbatches * len(p.stages) for p in choice if len(p.stages) > 1)

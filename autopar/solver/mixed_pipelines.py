@@ -16,7 +16,7 @@ Classes with many devices are counted in units, so that no class has more than
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,6 +38,11 @@ NO_CAP = 1 << 30
 MAX_PER_VECTOR = 6  # pipelines kept for a vector and a size of micro-batches
 
 Vector = tuple[int, ...]
+
+
+def never() -> bool:
+    """No clock guards the search."""
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +123,21 @@ class PipelineSearch:
             unit_of(cls.num_devices, cls.machine_size) for cls in self.problem.classes
         )
 
-    def templates(self, available: Vector | None = None) -> tuple[Template, ...]:
-        """All templates within the available devices, by class; all there are if left out."""
+    def templates(
+        self, available: Vector | None = None, *, is_late: Callable[[], bool] = never
+    ) -> tuple[Template, ...]:
+        """All templates within the available devices, by class.
+
+        Args:
+            available: Devices of each class; all there are if left out.
+            is_late: Whether to stop with those found so far, if any.
+        """
         most = available or tuple(c.num_devices for c in self.problem.classes)
         found: list[Template] = []
         for samples in sorted({kind.samples for kind in self.problem.kinds}):
             for cap in self._caps(samples):
+                if found and is_late():
+                    return tuple(found)
                 sequences: dict[tuple[int, ...], float] = {}
                 for period_s in self._periods(samples, most):
                     for kinds in self._finishing(samples, period_s, most, cap):

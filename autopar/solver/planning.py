@@ -43,6 +43,7 @@ class Planner:
         dress: Puts the user's names and words into a plan of pipelines.
         goal: What is minimised.
         progress: Called with a line of text now and then.
+        time_limit_s: Wall-clock guard of each search.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Planner:
     dress: Callable[[Plan], Plan] = as_it_is
     goal: Goal = field(default_factory=Goal)
     progress: Progress | None = None
+    time_limit_s: float | None = None
     _builder: MixedBuilder | None = None
 
     @property
@@ -82,6 +84,7 @@ class Planner:
                 objective=self.goal.objective,
                 cost_limit=self.goal.cost_limit,
                 limit_bytes=limit_bytes,
+                time_limit_s=self.time_limit_s,
             )
             plan, seconds = solve_mixed(self.builder, self.model_hash, cluster, wish, self.progress)
             return self.dress(plan), SearchStats(seconds=seconds)

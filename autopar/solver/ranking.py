@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from autopar.errors import InfeasibleError
 from autopar.plan.schedule import Alive
@@ -153,9 +154,17 @@ class Ranker:
     _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        localizer = BlockLocalizer(self.analysis)
-        self.bodies = Bodies(self.analysis, localizer.spares)
-        self.tables = BlockTables(self.analysis, localizer)
+        # neither depends on the limit, nor on constraints other than this one: searches that ask
+        # about the same model again go on with what earlier ones worked out
+        shared, key = (
+            self.analysis.shared,
+            f"bodies and menus, {self.analysis.constraints.recompute}",
+        )
+        if key not in shared:
+            localizer = BlockLocalizer(self.analysis)
+            bodies = Bodies(self.analysis, localizer.spares)
+            shared[key] = (bodies, BlockTables(self.analysis, localizer))
+        self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:

@@ -3,19 +3,25 @@
 Tried are, one at a time: more memory on each device (the least that was found to be enough), more
 devices, each constraint of the user left out, all of them, an optimizer that keeps less, and other
 programs of the same model, such as one of lower precision.
+
+A trial is a search over all shapes where that is short. Where it is long (a deep model on many
+devices: it took many shapes to find out that nothing fits), trials search the shapes that came
+closest. What they promise is as true, but faster plans may exist, and the refusal says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, Relaxation
+from autopar.ir.graph import Graph
 from autopar.plan.explain import plan_name
 from autopar.plan.types import Plan
 from autopar.solver.conflict import find_conflict
 from autopar.solver.constraints import Constraints
-from autopar.solver.given import constraint_words, given_constraints
+from autopar.solver.given import constraint_words, given_constraints, with_degrees
 from autopar.solver.question import Asker, Progress, silent
 from autopar.solver.search import SearchStats
 from autopar.units import format_bytes, round_up_bytes
@@ -28,6 +34,11 @@ FASTER = 0.95  # a larger limit is a way out of its own if its plan takes at mos
 # Optimizers by what they keep per parameter, the leanest first.
 _LEANEST = ("sgd", "adafactor", "sgd-momentum", "adam")
 _SHOWN_VAIN = 8
+DEAR = 2000  # shapes worked out times blocks of the model: with more, trials stay near
+NUM_NEAR = 3
+ROOMIER_PERCENT = 150  # of the least limit: one search over all shapes, for a faster plan
+_MESH = ("dp", "tp", "pp", "virtual")
+_DEGREES = (*_MESH, "num_microbatches")
 
 
 @dataclass(slots=True)
@@ -35,15 +46,48 @@ class _Trials:
     """What was tried, and what came of it."""
 
     asker: Asker
+    near: tuple[Mapping[str, int], ...] = ()
     found: list[Relaxation] = field(default_factory=list)
     vain: list[str] = field(default_factory=list)
+
+    def ask(
+        self,
+        what: str,
+        *,
+        constraints: Constraints | None = None,
+        cluster: Cluster | None = None,
+        limit_bytes: int | None = None,
+        optimizer: str | None = None,
+        graph: Graph | None = None,
+        near: Iterable[Mapping[str, int]] | None = None,
+    ) -> Plan | AutoparError | None:
+        """A variation, as :meth:`Asker.ask`: of all shapes, or of those near until one fits."""
+        base = constraints or self.asker.question.constraints
+        shapes = self.near if near is None else tuple(near)
+        refusal: AutoparError | None = None
+        for degrees in shapes or ({},):
+            answer = self.asker.ask(
+                what,
+                constraints=with_degrees(base, degrees),
+                cluster=cluster,
+                limit_bytes=limit_bytes,
+                optimizer=optimizer,
+                graph=graph,
+            )
+            if answer is None or isinstance(answer, Plan):
+                return answer
+            if refusal is None or _least_need(answer) < _least_need(refusal):
+                refusal = answer
+        return refusal
 
     def take(self, what: str, answer: Plan | AutoparError | None) -> bool:
         """Note what a trial gave; whether it gave a plan."""
         if answer is None:
-            self.vain.append(
-                f"{what}: not tried, {self.asker.num_solves} searches were run already"
-            )
+            asker = self.asker
+            why = "the time limit is used up"
+            if asker.num_solves >= asker.max_solves:
+                why = f"{asker.num_solves} searches were run already"
+            self.vain.append(f"{what}: not tried, {why}")
             return False
         if not isinstance(answer, Plan):
             self.vain.append(f"{what}: {_short(answer)}")
@@ -84,7 +128,7 @@ def solve_or_explain(asker: Asker, *, progress: Progress = silent) -> tuple[Plan
 
 def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
     """The same refusal with the ways out, fastest plan first."""
-    trials = _Trials(asker)
+    trials = _Trials(asker, near=_near(asker, error))
     _free_constraints(trials)
     _more_memory(trials, error)
     _more_devices(trials)
@@ -94,9 +138,33 @@ def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
     rest = len(trials.vain) - len(notes)
     if rest > 0:
         notes.append(f"and {rest} more")
+    if trials.near:
+        shapes = "; ".join(constraint_words(degrees) for degrees in trials.near)
+        notes.append(
+            f"all other shapes: {error.num_tried} were worked out to see that nothing fits, and "
+            f"ways out were looked for near the closest ({shapes}); there may be faster plans"
+        )
     return InfeasibleError(
-        error.message, error.shortfalls, relaxations=tuple(ordered), notes=tuple(notes)
+        error.message,
+        error.shortfalls,
+        relaxations=tuple(ordered),
+        notes=tuple(notes),
+        num_tried=error.num_tried,
     )
+
+
+def _near(asker: Asker, error: InfeasibleError) -> tuple[Mapping[str, int], ...]:
+    """The shapes that came closest; none where all of them can be searched again and again."""
+    closest = [s.degrees for s in error.shortfalls if s.degrees][:NUM_NEAR]
+    if not closest or error.num_tried * len(asker.analysis().chain.blocks) <= DEAR:
+        return ()
+    return tuple(closest)
+
+
+def _least_need(error: AutoparError) -> float:
+    """The least of what a refusal says is needed; infinite where it is about something else."""
+    rows = error.shortfalls if isinstance(error, InfeasibleError) else ()
+    return min((s.needed for s in rows), default=float("inf"))
 
 
 def _short(error: AutoparError) -> str:
@@ -119,11 +187,13 @@ def _free_constraints(trials: _Trials) -> None:
             continue  # it allows more, and forbids nothing
         what = _freed_words(name, value)
         changed = replace(own, **{name: getattr(free, name)})
-        is_mended |= trials.take(what, trials.asker.ask(what, constraints=changed))
+        # a degree that is left out is to be found: shapes near have the one that is to blame
+        near = () if name in _DEGREES else None
+        is_mended |= trials.take(what, trials.ask(what, constraints=changed, near=near))
     if len(given) > 1 and not is_mended:
         what = "leave out all of " + constraint_words(given)
         kept = replace(free, microbatch_statistics=own.microbatch_statistics)
-        trials.take(what, trials.asker.ask(what, constraints=kept))
+        trials.take(what, trials.ask(what, constraints=kept, near=()))
 
 
 def _freed_words(name: str, value: object) -> str:
@@ -146,7 +216,7 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
     found: dict[int, Plan] = {}
     for percent in ROOM_PERCENT:
         limit = round_up_bytes(max(min(needs) * percent // 100, short + 1))
-        answer = asker.ask(f"{format_bytes(limit)} per device", limit_bytes=limit)
+        answer = trials.ask(f"{format_bytes(limit)} per device", limit_bytes=limit)
         if isinstance(answer, Plan):
             found[limit] = answer
             break
@@ -163,13 +233,18 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
         middle = min(tight, round_up_bytes((short + enough) // 2))
         if enough <= short * CLOSE or middle >= enough or middle <= short:
             break
-        answer = asker.ask(f"{format_bytes(middle)} per device", limit_bytes=middle)
+        answer = trials.ask(f"{format_bytes(middle)} per device", limit_bytes=middle)
         if answer is None:
             break
         if isinstance(answer, Plan):
             found[middle] = answer
         else:
             short = middle
+    if trials.near:
+        limit = round_up_bytes(min(found) * ROOMIER_PERCENT // 100)
+        answer = trials.ask(f"{format_bytes(limit)} per device", limit_bytes=limit, near=())
+        if isinstance(answer, Plan):
+            found[limit] = answer
     _take_limits(trials, found, short)
 
 
@@ -180,7 +255,7 @@ def _take_limits(trials: _Trials, found: Mapping[int, Plan], short: int) -> None
         if plan.time_s > FASTER * fastest_s:
             continue
         there = f"there are {format_bytes(trials.asker.question.limit_bytes)}"
-        if fastest_s == float("inf"):
+        if fastest_s == float("inf") and not trials.near:
             there += f"; no plan was found with {format_bytes(short)}"
         trials.take(f"give each device {format_bytes(limit)} ({there})", plan)
         fastest_s = plan.time_s
@@ -196,7 +271,12 @@ def _more_devices(trials: _Trials) -> None:
         own_limit = asked.limit_bytes == cluster.memory_bytes
         what = f"use {larger.num_devices} devices ({larger}; there are {cluster.num_devices})"
         limit = larger.memory_bytes if own_limit else asked.limit_bytes
-        answer = trials.asker.ask(what, cluster=larger, limit_bytes=limit)
+        near = [
+            {n: v for n, v in {**degrees, axis: factor * degrees[axis]}.items() if n in _MESH}
+            for degrees in trials.near
+            for axis in ("pp", "dp", "tp")
+        ]
+        answer = trials.ask(what, cluster=larger, limit_bytes=limit, near=near)
         last = (what, answer)
         if answer is None or isinstance(answer, Plan):
             break
@@ -211,7 +291,7 @@ def _leaner_states(trials: _Trials) -> None:
     at = _LEANEST.index(own) if own in _LEANEST else len(_LEANEST) - 1  # adamw is as adam
     for name in () if own == "none" else _LEANEST[:at]:
         what = f"use the optimizer {name} (now {own})"
-        if not trials.take(what, asker.ask(what, optimizer=name)):
+        if not trials.take(what, trials.ask(what, optimizer=name)):
             break  # those that keep more do not fit either
     for what, make in asker.question.programs.items():
-        trials.take(what, None if asker.is_spent else asker.ask(what, graph=make()))
+        trials.take(what, None if asker.is_spent else trials.ask(what, graph=make()))

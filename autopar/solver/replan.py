@@ -19,6 +19,7 @@ from autopar.errors import ConfigError, ConstraintError, InfeasibleError
 from autopar.ir.graph import InputKind, TensorMeta
 from autopar.plan.diff import PlanDiff
 from autopar.plan.migration import Migration, migration
+from autopar.plan.pipelines import PipelinePlan
 from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
 from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
@@ -75,7 +76,7 @@ class Replan:
         """The new plan, what travels, and whether it pays."""
         lines = [str(self.plan), f"to move: {self.migration}"]
         if self.stay is None or self.stay_migration is None:
-            lines.append("to stay: not possible, the old shape needs the devices that are gone")
+            lines.append("to stay: not possible, the old shape does not fit what is there now")
         else:
             lines.append(
                 f"to stay: {format_time(self.stay.time_s)} per step on {self.stay.num_ranks} "
@@ -170,7 +171,14 @@ def _matched(before: Cluster, after: Cluster) -> dict[int, int]:
     return ranks
 
 
-def replan(planner: Planner, plan: Plan, change: Change, *, thorough: bool = False) -> Replan:
+def replan(
+    planner: Planner,
+    plan: Plan,
+    change: Change,
+    *,
+    thorough: bool = False,
+    checkpoint_bytes_per_s: float | None = None,
+) -> Replan:
     """The plan for a changed cluster, beside what staying would give.
 
     Args:
@@ -178,6 +186,8 @@ def replan(planner: Planner, plan: Plan, change: Change, *, thorough: bool = Fal
         plan: The plan that runs.
         change: What happened.
         thorough: Search all shapes of one mesh, not those near the old one alone.
+        checkpoint_bytes_per_s: How fast the job reads a checkpoint; the time that it takes is left
+            out where nobody says.
 
     Raises:
         InfeasibleError: Nothing fits what is left.
@@ -193,8 +203,9 @@ def replan(planner: Planner, plan: Plan, change: Change, *, thorough: bool = Fal
 
     def travel(to: Plan) -> Migration:
         return migration(
-            plan, to, planner.graph, change.cluster, ranks=change.ranks, state_bytes=states
-        )
+            plan, to, planner.graph, change.cluster, ranks=change.ranks, state_bytes=states,
+            checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+        )  # fmt: skip
 
     return Replan(
         plan=found,
@@ -281,18 +292,19 @@ def _pipelines(
     goal = planner.goal
     built = planner.builder.build(change.cluster)
     parts = [built] if thorough or not plan.pipelines else [_near(built, plan), built]
-    stay: Plan | None = None
+    stay = _in_place(planner, plan, change)
     for part in parts:
         wish = MixedWish(
             objective=goal.objective,
             cost_limit=goal.cost_limit,
             num_polished=NUM_POLISHED if part is built else 1,
+            time_limit_s=planner.time_limit_s,
         )
         choice = _those_left(part, plan)
         simulated = None if choice is None else evaluated(part.problem, choice)
         if choice is not None and simulated is not None:
-            answer = _alone(simulated)
-            stay = planner.dress(mixed_plan(part, answer, planner.model_hash, wish))
+            if stay is None:
+                stay = planner.dress(mixed_plan(part, _alone(simulated), planner.model_hash, wish))
             wish = replace(wish, hints=(choice,))
         try:
             found, _ = solve_mixed(
@@ -316,6 +328,65 @@ def _near(built: Built, plan: Plan) -> Built:
 
 def _alone(simulated: Simulated) -> MixedAnswer:
     return MixedAnswer(best=simulated, others=(), bound_s=0.0, cost_bound=None)
+
+
+def _in_place(planner: Planner, plan: Plan, change: Change) -> Plan | None:
+    """The old plan where all of its devices are still there, some of them slower or faster.
+
+    A mesh goes on as one, at the pace of its slowest device. A stage of a pipeline goes on at the
+    pace of its slowest machine: it is priced as if all of its machines were such ones.
+    """
+    if not plan.pipelines:
+        return _fewer_data_ranks(planner, plan, change.cluster)
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if not all(rank in change.ranks for stage in stages for rank in stage.devices):
+        return None
+    cluster, machines = change.cluster, list(change.cluster.machines)
+    for stage in stages:
+        own = sorted({cluster.machine_of(change.ranks[r]) for r in stage.devices})
+        slow = cluster.slowest_device([change.ranks[r] for r in stage.devices])
+        for index in own:
+            machines[index] = replace(machines[index], device=slow)
+    built = planner.builder.build(replace(cluster, machines=tuple(machines)))
+    names = {
+        stage: built.problem.cluster.device_of(change.ranks[stage.devices[0]]).name
+        for stage in stages
+    }
+    search = PipelineSearch(built.problem)
+    choice: list[PipelineChoice] = []
+    for pipeline in plan.pipelines:
+        template = _template(
+            search,
+            built,
+            [
+                (names[s], s.dp, s.tp, pipeline.microbatch_samples, s.layers)
+                for s in pipeline.stages
+            ],
+        )
+        if template is None:
+            return None
+        choice.append(template.choice(pipeline.num_microbatches))
+    simulated = evaluated(built.problem, tuple(choice))
+    if simulated is None:
+        return None
+    goal = planner.goal
+    wish = MixedWish(objective=goal.objective, cost_limit=goal.cost_limit)
+    made = planner.dress(mixed_plan(built, _alone(simulated), planner.model_hash, wish))
+    return replace(made, cluster=str(cluster), pipelines=_on_old_ranks(made, plan, change))
+
+
+def _on_old_ranks(made: Plan, plan: Plan, change: Change) -> tuple[PipelinePlan, ...]:
+    """Pipelines on the devices that they have: the problem counts devices and names any."""
+    return tuple(
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, devices=tuple(change.ranks[r] for r in old.devices))
+                for stage, old in zip(pipeline.stages, before.stages, strict=True)
+            ),
+        )
+        for pipeline, before in zip(made.pipelines, plan.pipelines, strict=True)
+    )
 
 
 def _those_left(built: Built, plan: Plan) -> tuple[PipelineChoice, ...] | None:

@@ -26,6 +26,7 @@ from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.given import with_degrees
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 TIGHTEN_TRIES = 3
+PATIENCE = 10  # times the time limit, while nothing that fits was found
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
@@ -204,8 +206,11 @@ class _Search:
         self._mark_s = now_s
 
     def is_late(self) -> bool:
-        """Whether the wall-clock guard has run out."""
-        return self.time_limit_s is not None and monotonic() - self._begin_s > self.time_limit_s
+        """Whether the wall-clock guard has run out; it waits longer for a first plan."""
+        if self.time_limit_s is None:
+            return False
+        patience = 1 if self.ranked else PATIENCE
+        return monotonic() - self._begin_s > patience * self.time_limit_s
 
     # -- what the master asks ------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
@@ -327,6 +332,17 @@ class _Search:
         rows = sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]
         limit = format_bytes(self.limit_bytes)
         text = f"no plan fits {self.cluster} with {limit} per device"
+        if self.stats.stopped_by == "time":
+            text = (
+                f"no plan for {self.cluster} with {limit} per device was found in {PATIENCE} times "
+                f"the time limit of {self.time_limit_s:g} s: {self.stats.num_ranked} shapes were "
+                "worked out and none fits; raise the time limit"
+            )
+        elif self.stats.stopped_by:
+            text = (
+                f"none of the {self.stats.num_ranked} most promising shapes of a plan fits "
+                f"{self.cluster} with {limit} per device"
+            )
         if not rows and self.errors:
             text = f"no plan is possible: {self.errors[0]}"
         remedy = self._remedy(*rows[0]) if rows and self.gives_remedy else ""
@@ -337,10 +353,11 @@ class _Search:
                 available=self.limit_bytes,
                 unit="bytes",
                 remedy=remedy,
+                degrees=_degrees(shape),
             )
             for needed, shape in rows
         ]
-        return InfeasibleError(text, tuple(shortfalls))
+        return InfeasibleError(text, tuple(shortfalls), num_tried=self.stats.num_ranked)
 
     def _open_the_leanest(self) -> None:
         """Work out some shapes that bounds had excluded, those that need the least memory first."""
@@ -372,14 +389,7 @@ class _Search:
 
         What a shape needs was estimated under another limit: it is tried before it is promised.
         """
-        fixed = replace(
-            self.constraints,
-            dp=shape.mesh.dp,
-            tp=shape.mesh.tp,
-            pp=shape.mesh.pp,
-            virtual=shape.mesh.virtual,
-            num_microbatches=shape.num_microbatches,
-        )
+        fixed = with_degrees(self.constraints, _degrees(shape))
         for percent in ROOM_PERCENT:
             limit_bytes = round_up_bytes(needed * percent // 100)
             trial = replace(
@@ -393,6 +403,18 @@ class _Search:
                 continue
             return limit_bytes
         return None
+
+
+def _degrees(shape: Shape) -> dict[str, int]:
+    """A shape as constraints."""
+    mesh = shape.mesh
+    return {
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "virtual": mesh.virtual,
+        "num_microbatches": shape.num_microbatches,
+    }
 
 
 def _mesh_key(shape: Shape) -> tuple[object, ...]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +115,119 @@ def test_an_invalid_file_is_refused_with_the_entry_at_fault(tmp_path, changes, m
     with pytest.raises(ConfigError, match=message) as caught:
         load_cluster(path)
     assert str(caught.value).startswith(f"cluster file '{path}'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {
+                "machines": [
+                    {"device": "l4", "devices": 1, "inter": {**LINK, "latency_s": math.nan}}
+                ]
+            },
+            r"inter: latency_s is nan, must be a finite number",
+        ),
+        (
+            {"devices": {"lab": {**DEVICE, "memory_bandwidth_bytes_per_s": math.inf}}},
+            r"memory_bandwidth_bytes_per_s is inf, must be a finite number",
+        ),
+        (
+            {"devices": {"lab": {**DEVICE, "peak_flops": {"float32": math.nan}}}},
+            r"peak_flops\['float32'\] is nan, must be a finite number",
+        ),
+        ({"devices": {"lab": {**DEVICE, "memory": math.nan}}}, r"memory: nan is not an amount"),
+        (
+            {"machines": [{"device": "l4", "devices": 1, "speed": -1}]},
+            r"machines\[0\]: device 'l4': speed is -1, must be a number above 0",
+        ),
+        (
+            {"machines": [{"device": "l4", "devices": 8, "count": 1 << 20}]},
+            r"8388608 devices, must be from 1 to 1048576",
+        ),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(_write(tmp_path, **changes))
+
+
+def test_an_entry_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.json"
+    path.write_text('{"format": "autopar-cluster", "version": 1, "machines": [], "machines": []}')
+    with pytest.raises(ConfigError, match="has entry 'machines' twice; leave one of them out"):
+        load_cluster(path)
+
+
+YAML = """
+format: autopar-cluster
+version: 1
+devices:
+  lab:
+    kind: cuda
+    peak_flops: {float32: 1e13}
+    memory: 10GiB
+    memory_bandwidth_bytes_per_s: 1.0e12
+    launch_overhead_s: 1e-6
+machines:
+  - {count: 2, devices: 4, device: lab, intra: &link LINK, inter: *link}
+""".replace("LINK", "{kind: ethernet, latency_s: 1e-5, bandwidth_bytes_per_s: 1e9}")
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "cluster.yml"])
+def test_a_yaml_file_says_the_same_as_json(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(YAML)
+    cluster = parse_devices(str(path))
+    assert (
+        cluster.machines
+        == replace(
+            load_cluster(_write(tmp_path)),
+            machines=tuple(
+                replace(
+                    machine,
+                    device=replace(machine.device, source=cluster.devices[0].source),
+                    intra=replace(machine.intra, source=cluster.machines[0].intra.source),
+                    inter=replace(machine.inter, source=cluster.machines[0].inter.source),
+                )
+                for machine in load_cluster(_write(tmp_path)).machines
+            ),
+        ).machines
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", r"is not YAML: while parsing"),
+        ("format: autopar-cluster\nformat: other", r"has entry 'format' twice"),
+        ("1: 2", r"has an entry named 1, which is no text"),
+        ("- 1", r"is a list, must be an object"),
+        ("", r"is a NoneType, must be an object"),
+        ("!!python/object/apply:os.getcwd []", r"is not YAML: could not determine a constructor"),
+        (YAML.replace("1e-6", "soon"), r"launch_overhead_s is 'soon', must be a number"),
+    ],
+)
+def test_a_yaml_file_is_refused_as_json_is(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(path)
+
+
+def test_yaml_without_pyyaml_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(YAML)
+    with pytest.raises(ConfigError, match="PyYAML is not installed; pip install pyyaml"):
+        load_cluster(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is no text: byte 0 is not UTF-8"):
+        load_cluster(path)
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path):

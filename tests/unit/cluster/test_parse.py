@@ -66,7 +66,7 @@ def test_every_preset_can_be_named_and_says_where_its_figures_come_from():
             r"no device is called 'h10'; did you mean 'h100-sxm' or 'h100-96gb'\? known are ",
         ),
         ("8:a100", r"no device is called 'a100'; did you mean 'a100-40gb' or 'a100-80gb'\?"),
-        ("8:xyz", r"no device is called 'xyz'; known are .*describe another one in a .json"),
+        ("8:xyz", r"no device is called 'xyz'; known are .*describe another one in a cluster file"),
         ("no_such.json", r"cluster file 'no_such.json' can't be read: No such file"),
     ],
 )
