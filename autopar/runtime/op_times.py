@@ -36,7 +36,7 @@ from autopar.runtime.variants import schedule_actions
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.programs import LocalPrograms
 from cost_models.flops import OpClass, work_of
-from cost_models.measure_meter import Meter
+from cost_models.measure_meter import Meter, middle_half
 from cost_models.profile import Key, Point, PointKind, op_key
 
 T = TypeVar("T")
@@ -330,20 +330,6 @@ class _Runner:
                       repeats=runs)
             )  # fmt: skip
         return points
-
-
-def middle_half(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Which runs took neither the least nor the most time: about half of them.
-
-    What is added up over a run must be averaged over the same runs: medians of the parts, which
-    have their slow moments in different runs, would add up to less than the whole.
-
-    >>> middle_half([5.0, 1.0, 3.0, 9.0, 4.0])
-    (2, 4, 0)
-    """
-    order = sorted(range(len(seconds)), key=lambda run: seconds[run])
-    quarter = len(order) // 4
-    return tuple(order[quarter : len(order) - quarter])
 
 
 def _means(seconds: Sequence[float], runs: int, kept: Sequence[int]) -> list[float]:
