@@ -170,9 +170,6 @@ class Meter:
 def middle_half(seconds: Sequence[float]) -> tuple[int, ...]:
     """Which runs took neither the least nor the most time: about half of them.
 
-    What is added up over a run must be averaged over the same runs: medians of the parts, which
-    have their slow moments in different runs, would add up to less than the whole.
-
     >>> middle_half([5.0, 1.0, 3.0, 9.0, 4.0])
     (2, 4, 0)
     """
