@@ -28,6 +28,7 @@ NUM_IMPROVED = 4  # best candidates that are improved before they are judged
 MAX_IMPROVED = 8  # and with those that keep the model's gap open
 NUM_JUDGED = 3
 MAX_JUDGED = 6
+NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
 SLACK = 1e-9
@@ -127,6 +128,7 @@ class _Opened(Generic[S, C]):
     is_modelled: bool = False
     is_improved: bool = False
     is_judged: bool = False
+    is_by_hand: bool = False
 
 
 @dataclass(slots=True)
@@ -156,14 +158,20 @@ class Master(Generic[S, C, V]):
         """The best verdict that fits, None if nothing does.
 
         Args:
-            groups: Shapes of the space, each once; a group is gone through before the next.
+            groups: Shapes of the space, each once; a group is gone through before the next is
+                asked for its shapes. The first one is what people would set up by hand: its best
+                is always judged.
         """
-        for group in groups:
+        for number, group in enumerate(groups):
             self._add(group)
             self._open_more()
+            if number == 0:
+                for row in self._opened:
+                    row.is_by_hand = True
         while True:
             self._improve()
             self._judge()
+            self._judge_by_hand()
             fitting = [v for v in self.verdicts if v.fits]
             if fitting:
                 return min(fitting, key=lambda v: v.step_s)
@@ -280,6 +288,17 @@ class Master(Generic[S, C, V]):
         return False
 
     # -- judging -------------------------------------------------------------------------------
+    def _judge_by_hand(self) -> None:
+        """See that the best of what people would set up is among those judged, if it may fit."""
+        by_hand = sorted(
+            (o for o in self._opened if o.is_by_hand),
+            key=lambda o: self.space.preference(o.candidate),
+        )
+        for row in by_hand[:NUM_BY_HAND]:
+            if not row.is_judged and not self._is_late():
+                row.is_judged = True
+                self.verdicts.append(self.space.judge(row.candidate))
+
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
         best_s = rows[0].candidate.estimate_s if rows else 0.0

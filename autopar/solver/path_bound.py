@@ -29,7 +29,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
@@ -44,6 +45,8 @@ MAX_THINGS = 40_000  # work limit: longer steps have no such bound
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)
+
+Variable: TypeAlias = Any  # of a solver without stubs
 
 
 @dataclass(slots=True)
@@ -100,12 +103,12 @@ class _Program:
 
     bound: PathBound
     _solver: Any = field(init=False)
-    _time: Any = field(init=False)
-    _update: Any = field(init=False)
+    _time: Variable = field(init=False)
+    _update: Variable = field(init=False)
     _unit_s: float = field(init=False)
     _kinds: dict[str, list[int]] = field(default_factory=dict)
-    _counts: list[dict[tuple[str, int], Any]] = field(default_factory=list)
-    _parts: dict[tuple[Term, int], Any] = field(default_factory=dict)
+    _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
+    _parts: dict[tuple[Term, int], Variable] = field(default_factory=dict)
     _message_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +148,7 @@ class _Program:
     def _option(self, kind: str, option: int) -> Option:
         return self._block(kind).options[option]
 
-    def _row(self, low: float, high: float, terms: Mapping[Any, float]) -> None:
+    def _row(self, low: float, high: float, terms: Mapping[Variable, float]) -> None:
         row = self._solver.Constraint(low, high)
         for variable, factor in terms.items():
             row.SetCoefficient(variable, factor)
@@ -218,7 +221,7 @@ class _Program:
     def _stage_seconds(self) -> None:
         """Variables for what every stage takes, in units of a mean stage."""
         infinity = self._solver.infinity()
-        slack: dict[Any, float] = {}
+        slack: dict[Variable, float] = {}
         for s, row in enumerate(self._counts):
             for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
                 part = self._parts[term, s] = self._solver.NumVar(0.0, infinity, "")
@@ -231,9 +234,7 @@ class _Program:
             if s == 0 and self.bound.knows_halves:
                 self._row(0.0, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
             elif self.bound.knows_halves:
-                terms = {
-                    v: self._option(k, o).weight_s / self._unit_s for (k, o), v in row.items()
-                }
+                terms = {v: self._option(k, o).weight_s / self._unit_s for (k, o), v in row.items()}
                 self._row(0.0, 0.0, {**terms, half: -1.0})
             else:
                 self._row(-infinity, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
@@ -249,12 +250,12 @@ class _Program:
             }
             self._row(-self._solver.infinity(), 0.0, {**terms, self._update: -1.0})
 
-    def _terms(self, path: Path) -> tuple[dict[Any, float], float]:
+    def _terms(self, path: Path) -> tuple[dict[Variable, float], float]:
         """A path as factors of variables, and seconds that do not depend on them."""
-        terms: dict[Any, float] = {}
+        terms: dict[Variable, float] = {}
         constant_s = 0.0
 
-        def add(variable: Any, factor: float) -> None:
+        def add(variable: Variable, factor: float) -> None:
             terms[variable] = terms.get(variable, 0.0) + factor
 
         for (term, s), count in path.items():
@@ -372,6 +373,4 @@ def _hull(values: Sequence[float]) -> list[tuple[float, int]]:
         hull.append(at)
     if len(hull) == 1:
         return [(0.0, 0)] if len(values) == 1 else []
-    return [
-        ((values[b] - values[a]) / (b - a), a) for a, b in zip(hull, hull[1:], strict=False)
-    ]
+    return [((values[b] - values[a]) / (b - a), a) for a, b in pairwise(hull)]

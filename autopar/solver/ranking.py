@@ -469,9 +469,12 @@ class Ranker:
         old, stages = ranked.stage_problem, ranked.stages
         problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
         self.num_stage_solves += 1
-        found = solve_stages(
-            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
-        )
+        if problem.virtual > 1:
+            found = Recut(problem).improved(stages.starts)
+        else:
+            found = solve_stages(
+                problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
+            )
         problem = replace(problem, fixed_starts=old.fixed_starts)
         if found is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)

@@ -233,10 +233,13 @@ def simulated_s(
     """
     kind = problem.schedule
     run = _Run(mesh, problem, solution, receives_ahead(warmup))
-    return sum(
-        weight * run.step_s(order_of(kind, mesh, n, warmup))
-        for n, weight in sampled_counts(problem, warmup)
-    ) + run.update_s
+    return (
+        sum(
+            weight * run.step_s(order_of(kind, mesh, n, warmup))
+            for n, weight in sampled_counts(problem, warmup)
+        )
+        + run.update_s
+    )
 
 
 def sampled_counts(
