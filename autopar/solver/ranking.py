@@ -256,6 +256,7 @@ class Ranker:
                         o,
                         forward_s=share * o.forward_s,
                         backward_s=share * o.backward_s,
+                        weight_s=share * o.weight_s,
                         saved_bytes=int(share * o.saved_bytes),
                     )
                     for o in menu.options
