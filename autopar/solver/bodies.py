@@ -171,7 +171,9 @@ class Bodies:
             for name in variable.members if time_s > 0 else ():
                 row = backward if name in structure.backward else forward
                 row[chain.block_of[name]] += time_s
-            for name in self._waited_for(variable.members, structure.backward) if time_s > 0 else ():
+            for name in (
+                self._waited_for(variable.members, structure.backward) if time_s > 0 else ()
+            ):
                 waited[chain.block_of[name]] += time_s
         saved = self.saved(structure)
         curves = saved.curves(problem, self.analysis.prices(sizes), operator_s)
