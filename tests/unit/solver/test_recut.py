@@ -24,7 +24,7 @@ def with_several_stages(seeds: range, most_blocks: int = 6):
 
 def test_moved_blocks_fit_and_are_near_the_best_plan():
     losses = []
-    for problem in with_several_stages(range(40)):
+    for problem in with_several_stages(range(24)):
         plans = list(every_plan(problem))
         fastest = min(plans, key=lambda p: p.time_s)
         least = min(p.peak_bytes for p in plans)
@@ -45,7 +45,7 @@ def test_moved_blocks_fit_and_are_near_the_best_plan():
 
 
 def test_moved_blocks_are_never_worse_than_where_they_began():
-    for problem in with_several_stages(range(40)):
+    for problem in with_several_stages(range(24)):
         choice = first_choice(problem)
         if choice is None:
             continue
@@ -56,7 +56,7 @@ def test_moved_blocks_are_never_worse_than_where_they_began():
 
 
 def test_fixed_cuts_stay():
-    problem = next(iter(with_several_stages(range(40))))
+    problem = next(iter(with_several_stages(range(24))))
     starts = even_starts(problem)
     found = Recut(replace(problem, fixed_starts=starts)).improved(starts)
     assert found is not None
@@ -64,7 +64,7 @@ def test_fixed_cuts_stay():
 
 
 def test_nothing_fits_into_no_memory():
-    problem = replace(next(iter(with_several_stages(range(40)))), limit_bytes=1)
+    problem = replace(next(iter(with_several_stages(range(24)))), limit_bytes=1)
     assert Recut(problem).improved(even_starts(problem)) is None
     assert PathBound(problem).least_s() == float("inf")
 
