@@ -28,7 +28,8 @@ from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
+from autopar.solver.ranked import Misfit, Ranked
+from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
@@ -237,6 +238,7 @@ class _Search:
 
     def improve(self, candidate: Ranked) -> Ranked:
         """Splits for just this shape, cuts by CP-SAT."""
+        candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         if candidate.shape.mesh.virtual > 1:
             return best  # the greedy's even stages are what ranks in step need
