@@ -7,7 +7,9 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 1. the same with once-per-step work and memory, over all cuts and all recomputing
    (:mod:`autopar.solver.pipeline_bound`);
 2. the same with operators on its own micro-batches;
-3. the same with what its mixed-integer program adds: no choice of splits has less work.
+3. the same with what its mixed-integer program adds: no choice of splits has less work;
+4. how long ranks wait for each other in its order, where a rank has several stages
+   (:mod:`autopar.solver.path_bound`).
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
-from autopar.solver.bodies import Bodies, Body
+from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice
+from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
+from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
     alive_of,
     best_order,
@@ -52,7 +56,7 @@ from autopar.solver.stages_problem import (
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 4
+EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
@@ -95,12 +99,13 @@ class Ranker:
         self.tables = BlockTables(self.analysis, localizer)
 
     # -- bounds --------------------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:
         """A lower bound of the simulated step; infinite if the shape can't fit.
 
         Args:
             shape: The shape.
             effort: From 0 to ``EFFORTS - 1``.
+            enough_s: A bound from here on need not be sharper.
 
         Raises:
             ShardingError: The batch can't be cut so.
@@ -115,6 +120,8 @@ class Ranker:
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
+        if effort > 3:
+            return self._waiting_s(shape, body, enough_s)
         return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
     def _best_level_s(
@@ -125,6 +132,25 @@ class Ranker:
             bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
+        return found
+
+    def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
+        """With what ranks wait for each other, where there are several stages per rank."""
+        if shape.mesh.virtual == 1:
+            return 0.0
+        rows = []
+        for level in self._levels(shape):
+            problem = self._relaxed(shape, level, body)
+            rows.append((self._pipeline(shape, problem, body.floor).least_s(), level, problem))
+        found = math.inf
+        for least_s, level, problem in sorted(rows, key=lambda row: row[:2]):
+            if least_s >= min(found, enough_s):
+                return min(found, least_s)
+            reduces = shape.num_microbatches if level >= 2 else 1
+            bound = PathBound(
+                problem, shape.warmup, body.floor, knows_halves=False, num_reduces=reduces
+            )
+            found = min(found, max(least_s, bound.least_s(min(found, enough_s))))
         return found
 
     def _quick_s(self, shape: Shape) -> float:
@@ -170,6 +196,7 @@ class Ranker:
                         o,
                         forward_s=share * o.forward_s,
                         backward_s=share * o.backward_s,
+                        weight_s=share * o.weight_s,
                         saved_bytes=int(share * o.saved_bytes),
                     )
                     for o in menu.options
@@ -204,9 +231,18 @@ class Ranker:
             least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
         )
 
-    def model_bound_s(self, ranked: Ranked) -> float:
-        """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return self._pipeline(ranked.shape, ranked.stage_problem).least_s()
+    def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
+        """A lower bound of the estimate of a shape under the splits that were chosen.
+
+        Args:
+            ranked: The shape and its splits.
+            enough_s: A bound from here on need not be sharper.
+        """
+        problem = ranked.stage_problem
+        least_s = self._pipeline(ranked.shape, problem).least_s()
+        if problem.virtual > 1 and least_s < enough_s:
+            least_s = max(least_s, PathBound(problem, ranked.shape.warmup).least_s(enough_s))
+        return least_s
 
     def _pipeline(
         self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
@@ -317,7 +353,9 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = replace(self._of_step(shape, level, body), limit_bytes=room)
+            share = shape.num_microbatches / body.problem.num_microbatches
+            problem = of_step(self.parameters(shape.sizes, level, body), share)
+            problem = replace(problem, limit_bytes=room)
             try:
                 self.num_split_solves += 1
                 self._bounded[key] = solve_splits(problem)
@@ -329,23 +367,6 @@ class Ranker:
         parameters = self.parameters(shape.sizes, level, body)
         found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
         return misfit if found is None else found
-
-    def _of_step(self, shape: Shape, level: int, body: Body) -> SplitsProblem:
-        """The problem of a shape: its body's, with as many micro-batches as it has."""
-        problem = self.parameters(shape.sizes, level, body)
-        share = shape.num_microbatches / body.problem.num_microbatches
-        variables = tuple(
-            v
-            if v.is_once or share == 1
-            else replace(
-                v,
-                options=tuple(
-                    replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
-                ),
-            )
-            for v in problem.variables
-        )
-        return replace(problem, variables=variables)
 
     def _with_splits(
         self,
@@ -413,7 +434,9 @@ class Ranker:
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
-        """The same shape, level and splits with cuts by CP-SAT under a limit.
+        """The same shape, level and splits with better cuts under a limit.
+
+        By CP-SAT, or by moving blocks where ranks have several stages each.
 
         Args:
             ranked: From :meth:`rank`.
@@ -421,7 +444,10 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        stages = solve_stages(problem)
+        if problem.virtual > 1:
+            stages = Recut(problem).improved(ranked.stages.starts)
+        else:
+            stages = solve_stages(problem)
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
@@ -431,9 +457,12 @@ class Ranker:
         old, stages = ranked.stage_problem, ranked.stages
         problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
         self.num_stage_solves += 1
-        found = solve_stages(
-            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
-        )
+        if problem.virtual > 1:
+            found = Recut(problem).improved(stages.starts)
+        else:
+            found = solve_stages(
+                problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
+            )
         problem = replace(problem, fixed_starts=old.fixed_starts)
         if found is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
@@ -554,6 +583,8 @@ class Ranker:
         if len(problem.blocks) < problem.num_stages:
             return None
         found = first_choice(problem)
+        if found is None and problem.virtual > 1:
+            return Recut(problem, max_trials=1).improved(even_starts(problem))
         if found is None:
             return None
         starts, options = found

@@ -205,14 +205,29 @@ def simulated_s(
     A step of many micro-batches is periodic after some rounds: what follows is added, not run. The
     optimizer's seconds are added last.
     """
-    kind, count = problem.schedule, problem.num_microbatches
-    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
-    enough = rounds * mesh.pp + count % mesh.pp
+    kind = problem.schedule
     run = _Run(mesh, problem, solution)
-    if count <= enough + 2 * mesh.pp:
-        return run.step_s(kind, count, warmup)
-    first_s, second_s = (run.step_s(kind, n, warmup) for n in (enough, enough + mesh.pp))
-    return first_s + (count - enough) / mesh.pp * (second_s - first_s)
+    return (
+        sum(weight * run.step_s(kind, n, warmup) for n, weight in sampled_counts(problem, warmup))
+        + run.update_s
+    )
+
+
+def sampled_counts(
+    problem: StageProblem, warmup: tuple[int, ...] | None = None
+) -> tuple[tuple[int, float], ...]:
+    """Numbers of micro-batches and weights whose weighted steps are the step of all of them.
+
+    One number where there are few; else two a round apart, since a step is periodic after some
+    rounds.
+    """
+    count, pp = problem.num_microbatches, problem.pp
+    rounds = STEADY_ROUNDS + (problem.virtual > 1) + (warmup is not None)
+    enough = rounds * pp + count % pp
+    if count <= enough + 2 * pp:
+        return ((count, 1.0),)
+    more = (count - enough) / pp
+    return (enough, 1.0 - more), (enough + pp, more)
 
 
 class _Run:
@@ -239,7 +254,7 @@ class _Run:
                 )
             )
         update = [sum(b.update_s for b in blocks[low:high]) for low, high in runs]
-        self._update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+        self.update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
         self._links: dict[tuple[int, int], float] = {}
         # a message is the mean of both ways
         ways = 1 if problem.schedule is not ScheduleKind.FORWARD else 2
@@ -248,6 +263,5 @@ class _Run:
             self._links[s - 1, s] = self._links[s, s - 1] = seconds
 
     def step_s(self, kind: ScheduleKind, count: int, warmup: tuple[int, ...] | None) -> float:
-        """Seconds of a step in an order."""
-        made_s = step_s(kind, self._mesh, count, warmup, self._seconds, self._links)
-        return made_s + self._update_s
+        """Seconds of a step in an order, before the optimizer's."""
+        return step_s(kind, self._mesh, count, warmup, self._seconds, self._links)

@@ -9,7 +9,7 @@ one, then dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
@@ -23,7 +23,7 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, grid, shapes
+from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.loosen import loosened
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 TIGHTEN_TRIES = 3
+NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
@@ -163,7 +164,9 @@ class _Search:
         by_hand = set(grid(space, analysis.batch_size))
         master: Master[Shape, Ranked, Outcome] = Master(self)
         winner = master.run(
-            [s for s in space if s in by_hand], [s for s in space if s not in by_hand]
+            [s for s in space if s in by_hand],
+            [s for s in space if s not in by_hand],
+            self._around_the_best(frozenset(space)),
         )
         self._phase("ranking")
         self.stats.stopped_by = master.stopped_by
@@ -199,6 +202,21 @@ class _Search:
         logger.info("plan found: %s, step %s, bound %s", plan.mesh, plan.time_s, plan.bound_s)
         return plan, self.stats
 
+    def _around_the_best(self, space: Collection[Shape]) -> Iterator[Shape]:
+        """Shapes beside the best ones, where the space has not all numbers of micro-batches.
+
+        It is asked for its first shape when all others have been gone through.
+        """
+        seen: set[Shape] = set()
+        for ranked in sorted(self.ranked, key=_preference)[:NUM_REFINED]:
+            shape = ranked.shape
+            own = next(s for s in space if _is_like(s, shape))
+            for other in neighbours(self._analysis, own):
+                if other not in space and other not in seen:
+                    seen.add(other)
+                    self.stats.num_shapes += 1
+                    yield other
+
     def _phase(self, name: str) -> None:
         now_s = monotonic()
         self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now_s - self._mark_s
@@ -209,10 +227,10 @@ class _Search:
         return self.time_limit_s is not None and monotonic() - self._begin_s > self.time_limit_s
 
     # -- what the master asks ------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
         try:
-            return self._ranker.bound_s(shape, effort)
+            return self._ranker.bound_s(shape, effort, enough_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
@@ -237,11 +255,9 @@ class _Search:
         return found
 
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, cuts by CP-SAT."""
+        """Splits for just this shape, better cuts."""
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        if candidate.shape.mesh.virtual > 1:
-            return best  # the greedy's even stages are what ranks in step need
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
 
@@ -254,9 +270,9 @@ class _Search:
         """Sort key, best first."""
         return _preference(candidate)
 
-    def model_bound_s(self, candidate: Ranked) -> float:
+    def model_bound_s(self, candidate: Ranked, enough_s: float) -> float:
         """A lower bound of the estimate of a candidate's shape and splits."""
-        return self._ranker.model_bound_s(candidate)
+        return self._ranker.model_bound_s(candidate, enough_s)
 
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -397,6 +413,11 @@ class _Search:
                 continue
             return limit_bytes
         return None
+
+
+def _is_like(one: Shape, other: Shape) -> bool:
+    """Whether two shapes differ by no more than their order."""
+    return one.mesh == other.mesh and one.num_microbatches == other.num_microbatches
 
 
 def _mesh_key(shape: Shape) -> tuple[object, ...]:
