@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
-from autopar.sharding.propagate import AxisChoices
+from autopar.sharding.propagation import AxisChoices
 from autopar.sharding.signature import AxisStrategy
 from autopar.sharding.stages import ancestors
 from autopar.solver.analysis import Analysis
@@ -241,6 +241,22 @@ class Bodies:
             return False
         block_of = self.analysis.chain.block_of
         return not unit or all(unit[block_of[name]] >= 0 for name in group.members)
+
+
+def of_step(problem: SplitsProblem, share: float) -> SplitsProblem:
+    """A body's problem with other numbers of micro-batches: their work is ``share`` of it."""
+    variables = tuple(
+        v
+        if v.is_once or share == 1
+        else replace(
+            v,
+            options=tuple(
+                replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
+            ),
+        )
+        for v in problem.variables
+    )
+    return replace(problem, variables=variables)
 
 
 def repeating_unit(keys: list[str]) -> tuple[int, ...]:

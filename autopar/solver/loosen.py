@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.solver.assemble import Outcome
-from autopar.solver.ranking import Misfit, Ranked, Ranker
+from autopar.solver.ranked import Misfit, Ranked
+from autopar.solver.ranking import Ranker
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least

@@ -15,6 +15,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -23,15 +24,15 @@ from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
-from autopar.solver.bodies import Bodies, Body
+from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
-from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.greedy_stages import first_choice
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
+from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
-    ChosenOrder,
     alive_of,
     best_order,
     flights,
@@ -56,68 +57,9 @@ from autopar.solver.stages_problem import (
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 5
+NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """A shape with splits, cuts and recompute chosen.
-
-    Attributes:
-        shape: Mesh, micro-batches, schedule.
-        zero_level: Of all parameters.
-        splits: The splits.
-        problem: The problem that they solve.
-        table: Menus under them.
-        stage_problem: The problem of the cuts.
-        stages: The cuts and options.
-        estimate_s: Simulated seconds of a step, from the menus' figures.
-    """
-
-    shape: Shape
-    zero_level: int
-    splits: SplitsSolution
-    problem: SplitsProblem
-    table: BlockTable
-    stage_problem: StageProblem
-    stages: StageSolution
-    estimate_s: float
-
-    @property
-    def surrogate_s(self) -> float:
-        """Seconds of a step by the surrogate."""
-        return self.stages.objective_s
-
-    @property
-    def recompute_words(self) -> tuple[str, ...]:
-        """Chosen option of every block."""
-        menus = zip(self.stage_problem.blocks, self.stages.options, strict=True)
-        return tuple(menu.options[at].name for menu, at in menus)
-
-
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """A shape that no cut and no recomputing makes fit.
-
-    Attributes:
-        shape: The shape.
-        zero_level: The leanest level that was tried.
-        problem: Its cut problem.
-    """
-
-    shape: Shape
-    zero_level: int
-    problem: StageProblem
-
-    @property
-    def least_bytes(self) -> int:
-        """A lower bound of what its fullest device needs."""
-        return least_memory_bytes(self.problem)
-
-    def needed_bytes(self) -> int:
-        """What its fullest device needs in the leanest choice that the greedy finds."""
-        return needed_bytes(self.problem)
 
 
 @dataclass(slots=True)
@@ -142,9 +84,7 @@ class Ranker:
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
-    _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
-        default_factory=dict
-    )
+    _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
@@ -240,7 +180,7 @@ class Ranker:
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
             menus = body.least if share == 1 else self._shares(body, share)
-            self._least[key] = _with_costs(menus, costs, reduces)
+            self._least[key] = with_costs(menus, costs, reduces)
         boundary_bytes = body.boundary_bytes
         if share != 1:
             boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
@@ -339,18 +279,22 @@ class Ranker:
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be tighter than the real one.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
+
+        Returns:
+            None if no cuts under these splits come near to the plan that is known.
         """
         limit = limit_bytes or self.limit_bytes
         body = self.bodies.body(shape.sizes)
         chosen = self.bodies.solved(body)
         best: Ranked | None = None
+        found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
         for level in self._levels(shape):
@@ -361,8 +305,10 @@ class Ranker:
                 # the body has no ZeRO: gradients may not reach the shards that this level stores
                 found = self._cut_own(shape, level, limit)
             else:
-                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
+                known_s = min(best_s, best.estimate_s) if best is not None else best_s
+                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
+            if found is None:
+                continue
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -372,10 +318,11 @@ class Ranker:
         if best is not None:
             return best
         for misfit in misfits:
-            found = self._leaner(misfit, body, limit, best_s)
+            known_s = min(best_s, best.estimate_s) if best is not None else best_s
+            found = self._leaner(misfit, body, limit, known_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
-        return best or min(misfits, key=lambda m: m.least_bytes)
+        return best or min(misfits, key=lambda m: m.least_bytes, default=None)
 
     def _levels(self, shape: Shape) -> tuple[int, ...]:
         """ZeRO levels to try, fastest first."""
@@ -406,28 +353,68 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = self.analysis.bounded_problem(
-                shape.sizes, level, in_flight=0.0, limit_bytes=room
-            )
+            share = shape.num_microbatches / body.problem.num_microbatches
+            problem = of_step(self.parameters(shape.sizes, level, body), share)
+            problem = replace(problem, limit_bytes=room)
             try:
                 self.num_split_solves += 1
-                self._bounded[key] = (problem, solve_splits(problem))
+                self._bounded[key] = solve_splits(problem)
             except InfeasibleError:
                 pass
-        leaner = self._bounded[key]
-        if leaner is None:
+        chosen = self._bounded[key]
+        if chosen is None:
             return misfit
-        problem, chosen = leaner
-        table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+        parameters = self.parameters(shape.sizes, level, body)
+        found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
+        return misfit if found is None else found
+
+    def _with_splits(
+        self,
+        shape: Shape,
+        level: int,
+        limit_bytes: int,
+        body: Body,
+        chosen: SplitsSolution,
+        parameters: SplitsProblem,
+        best_s: float,
+    ) -> Ranked | Misfit | None:
+        """A shape with given splits of its body, None if it can't come near what is known.
+
+        Menus are made only where least work and the splits' own parameters leave hope.
+        """
+        if not math.isinf(best_s):
+            home = self.tables.home(body.structure)
+            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            menus = with_costs(body.least, costs, 1)
+            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            bound = self._pipeline(shape, least, body.floor)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, least)
+        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters, exact=False)
+        return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
         limit = ranked.stage_problem.limit_bytes
-        better = self._cut_own(ranked.shape, ranked.zero_level, limit)
-        return ranked if isinstance(better, Misfit) else better
+        better = self._cut_own(ranked.shape, ranked.zero_level, limit, exact=True)
+        return better if isinstance(better, Ranked) else ranked
 
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
+    def sharpened(self, ranked: Ranked) -> Ranked:
+        """The same shape, level and splits with menus of least seconds for their bytes."""
+        table, limit = ranked.table, ranked.stage_problem.limit_bytes
+        if table.is_exact:
+            return ranked
+        options = ranked.splits.options
+        exact = self.tables.table(table.sizes, table.problem, options, ranked.problem)
+        shape, level = ranked.shape, ranked.zero_level
+        found = self._cut(shape, level, limit, exact, ranked.problem, ranked.splits)
+        is_better = isinstance(found, Ranked) and found.estimate_s < ranked.estimate_s
+        return found if isinstance(found, Ranked) and is_better else ranked
+
+    def _cut_own(
+        self, shape: Shape, level: int, limit_bytes: int, *, exact: bool = False
+    ) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
@@ -443,7 +430,7 @@ class Ranker:
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
         chosen = self._splits[key]
-        table = self.tables.table(shape.sizes, problem, chosen.options)
+        table = self.tables.table(shape.sizes, problem, chosen.options, exact=exact)
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
@@ -491,8 +478,13 @@ class Ranker:
         chosen: SplitsSolution,
         *,
         best_s: float = math.inf,
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        if not math.isinf(best_s):
+            bound = self._pipeline(shape, stage_problem)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, stage_problem)
         stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
@@ -515,7 +507,7 @@ class Ranker:
             shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
             self.analysis.constraints, is_promising=lambda: self._may_beat(ranked, best_s),
         )  # fmt: skip
-        return _in_order(ranked, found)
+        return in_order(ranked, found)
 
     def _may_beat(self, ranked: Ranked, best_s: float) -> bool:
         """Whether another order of a shape can be better than a plan that is known."""
@@ -529,7 +521,7 @@ class Ranker:
         if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             return None
         found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
-        plain = _in_order(ranked, found)
+        plain = in_order(ranked, found)
         return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
@@ -604,35 +596,3 @@ class Ranker:
             memory_bytes=memory_bytes(problem, starts, options),
             is_optimal=False,
         )
-
-
-def _with_costs(
-    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
-) -> tuple[BlockMenu, ...]:
-    """Relaxed menus with what their blocks' parameters cost."""
-    found: list[BlockMenu] = []
-    known: dict[object, str] = {}
-    for menu, cost in zip(menus, costs, strict=True):
-        reduce_s = reduces * cost.reduce_s
-        step_s = cost.step_s - cost.reduce_s + reduce_s
-        found.append(
-            BlockMenu(
-                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
-                options=menu.options,
-                state_bytes=cost.state_bytes,
-                step_s=step_s,
-                gather_s=cost.gather_s,
-                reduce_s=reduce_s,
-            )
-        )
-    return tuple(found)
-
-
-def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
-    return replace(
-        ranked,
-        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
-        stage_problem=found.problem,
-        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
-        estimate_s=found.time_s,
-    )

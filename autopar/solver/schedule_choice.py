@@ -19,19 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import (
-    Alive,
-    Compute,
-    Order,
-    action_lists,
-    alive_together,
-    in_flight,
-)
+from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
+from autopar.solver.order_times import flights_of, step_s
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
-from cost_models.simulate import StageSeconds, simulate
+from cost_models.simulate import StageSeconds
 
 STEADY_ROUNDS = 3
 """Rounds of micro-batches through the pipeline after which a step repeats itself."""
@@ -63,15 +56,7 @@ def flights(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Most micro-batches alive at once, by stage."""
-    order = order_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)
-    return tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
-
-
-def _rows(order: Order, mesh: MeshShape) -> Iterator[tuple[int, tuple[Compute, ...]]]:
-    """The row in which each stage is computed."""
-    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
-    for stage in range(mesh.num_stages):
-        yield stage, order[rank_of[stage]]
+    return flights_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)[0]
 
 
 def _enough(
@@ -91,16 +76,7 @@ def alive_of(
 
     Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
     """
-    count = _enough(schedule, mesh, count, warmup)
-    return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
-
-
-def _alive_of(
-    schedule: ScheduleKind, mesh: MeshShape, order: Order
-) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
-    if mesh.virtual == 1 and not schedule.splits_backward:
-        return ()
-    return alive_together(order)
+    return flights_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)[1]
 
 
 def is_open_order(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:
@@ -207,10 +183,8 @@ def _tried(
     stages: StageSolution,
 ) -> ChosenOrder:
     count = problem.num_microbatches
-    enough = _enough(kind, mesh, count, warmup)
-    order = order_of(kind, mesh, enough, warmup)
-    alive = tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
-    tried = replace(problem, schedule=kind, in_flight=alive, together=_alive_of(kind, mesh, order))
+    alive, together = flights_of(kind, mesh, _enough(kind, mesh, count, warmup), warmup)
+    tried = replace(problem, schedule=kind, in_flight=alive, together=together)
     return ChosenOrder(
         schedule=kind,
         warmup=warmup,
@@ -232,12 +206,9 @@ def simulated_s(
     optimizer's seconds are added last.
     """
     kind = problem.schedule
-    run = _Run(mesh, problem, solution, receives_ahead(warmup))
+    run = _Run(mesh, problem, solution)
     return (
-        sum(
-            weight * run.step_s(order_of(kind, mesh, n, warmup))
-            for n, weight in sampled_counts(problem, warmup)
-        )
+        sum(weight * run.step_s(kind, n, warmup) for n, weight in sampled_counts(problem, warmup))
         + run.update_s
     )
 
@@ -262,10 +233,8 @@ def sampled_counts(
 class _Run:
     """Estimated stages, to be run in any order."""
 
-    def __init__(
-        self, mesh: MeshShape, problem: StageProblem, solution: StageSolution, ahead: int
-    ) -> None:
-        self._mesh, self._problem, self._ahead = mesh, problem, ahead
+    def __init__(self, mesh: MeshShape, problem: StageProblem, solution: StageSolution) -> None:
+        self._mesh = mesh
         blocks = problem.blocks
         chosen = [b.options[o] for b, o in zip(blocks, solution.options, strict=True)]
         runs = bounds(solution.starts, len(blocks))
@@ -293,14 +262,6 @@ class _Run:
             seconds = ways * problem.boundary_s[start - 1]
             self._links[s - 1, s] = self._links[s, s - 1] = seconds
 
-    def step_s(self, order: Order) -> float:
+    def step_s(self, kind: ScheduleKind, count: int, warmup: tuple[int, ...] | None) -> float:
         """Seconds of a step in an order, before the optimizer's."""
-        mesh = self._mesh
-        lists = action_lists(
-            order,
-            mesh,
-            forward_edges=[(s - 1, s) for s in range(1, mesh.num_stages)],
-            backward_edges=[(s, s - 1) for s in range(1, mesh.num_stages)],
-            prefetch=self._ahead,
-        )
-        return simulate(lists, self._seconds, p2p_s=self._links).makespan_s
+        return step_s(kind, self._mesh, count, warmup, self._seconds, self._links)

@@ -28,7 +28,8 @@ from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
+from autopar.solver.ranked import Misfit, Ranked
+from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
@@ -242,6 +243,9 @@ class _Search:
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
+        if found is None:
+            self.progress(f"{shape}: slower than what is known")
+            return None
         if isinstance(found, Misfit):
             self.misfits.append(found)
             self.progress(f"{shape}: does not fit")
@@ -252,6 +256,7 @@ class _Search:
 
     def improve(self, candidate: Ranked) -> Ranked:
         """Splits for just this shape, better cuts."""
+        candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
@@ -289,13 +294,14 @@ class _Search:
                     outcome.figures.rank_bytes, outcome.ranked.stages.memory_bytes, strict=True
                 )
             )
+            found: Ranked | Misfit | None
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
             found = ranker.refine(outcome.ranked, limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 found = ranker.rank(ranked.shape, limit_bytes=limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
         self.progress(
