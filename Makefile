@@ -7,6 +7,11 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# "make test WORKERS=" runs in one process, as a debugger wants it.
+WORKERS ?= -n 2 --dist loadfile
+# Of the tests that ARGS names, one of the two halves may have none: pytest then ends with 5.
+MAY_BE_NONE = || test $$? -eq 5 -a -n "$(ARGS)"
+
 .PHONY: demo test slow zoo fuzz lint bench ci clean
 
 # Measures this machine once, then trains GPT-2 on four processes under a plan that autopar makes,
@@ -15,11 +20,15 @@ demo: $(VENV)/.stamp
 	$(BIN)/python -m autopar profile --if-missing
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py
 
+# First what runs in one process, on two workers; then what starts processes of its own, alone, since
+# those are as many as there are cores, and some speak of time.
 test: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" $(ARGS)
+	$(BIN)/python -m pytest -m "not dist and not slow and not gpu and not fuzz" $(WORKERS) $(ARGS) $(MAY_BE_NONE)
+	$(BIN)/python -m pytest -m "dist and not slow and not gpu and not fuzz" $(ARGS) $(MAY_BE_NONE)
 
 slow: $(VENV)/.stamp
-	$(BIN)/python -m pytest -m "slow and not gpu and not fuzz" $(ARGS)
+	$(BIN)/python -m pytest -m "not dist and slow and not gpu and not fuzz" $(WORKERS) $(ARGS) $(MAY_BE_NONE)
+	$(BIN)/python -m pytest -m "dist and slow and not gpu and not fuzz" $(ARGS) $(MAY_BE_NONE)
 
 # Random models under random plans against one device; FUZZ_SEED=1 FUZZ_MODELS=1000 for other ones.
 fuzz: $(VENV)/.stamp

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autopar.api import (
         TrainerMixin,
         as_one_worker,
+        close,
         compile,
         load_checkpoint,
         register_op,
@@ -62,6 +63,7 @@ __all__ = [
     "TrainerMixin",
     "__version__",
     "as_one_worker",
+    "close",
     "compile",
     "load_checkpoint",
     "load_plan",
@@ -77,6 +79,7 @@ _HOMES = {
     "autopar.api": (
         "TrainerMixin",
         "as_one_worker",
+        "close",
         "compile",
         "load_checkpoint",
         "register_op",

@@ -17,6 +17,7 @@ from autopar.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 SCOPE_KEY = "autopar_scope"
 SOURCE_KEY = "autopar_source"
@@ -598,3 +599,13 @@ def watch_unscaling(observer: Any) -> Any:
         scaler._unscale_grads_ = watched
     watchers.append(observer)
     return lambda: watchers.remove(observer)
+
+
+def forget_groups(device_mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to its process groups, which were destroyed.
+
+    A mesh lives on in torch's caches of operators on distributed tensors, and the threads of a
+    group end with the last reference to it. Before torch 2.11 a mesh held names alone.
+    """
+    registry: dict[str, object] = getattr(device_mesh, "_pg_registry", {})
+    registry.clear()

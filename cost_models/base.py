@@ -63,6 +63,25 @@ class HostCosts(Protocol):
         """
         ...
 
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding one more micro-batch's gradients to the sums; 0 if not measured.
+
+        Args:
+            num_tensors: Gradients that a rank adds.
+            num_bytes: Bytes of them.
+        """
+        ...
+
+    def waiting_s(self, num_ranks: int, num_waits: int, compute_s: float) -> float:
+        """Seconds that a rank waits for the slowest of those that it meets; 0 if not measured.
+
+        Args:
+            num_ranks: Ranks that meet.
+            num_waits: How often.
+            compute_s: Seconds that a rank computes in all meanwhile.
+        """
+        ...
+
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of one call with its backward on one rank, beyond its programs.
 

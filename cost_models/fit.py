@@ -5,8 +5,10 @@ matmul    ``launch + flops / peak * (1 + half_k / k + half_edge (1 / m + 1 / n))
           not hide the start of a tile, short edges do not pay for packing the operands
 memory    seconds per byte by working set, interpolated between the sizes that were measured: the
           levels of the caches, then the memory
-link      ``alpha + payload / bandwidth`` of each collective, group size and number of nodes
+link      ``alpha + payload / bandwidth`` of each collective, group size and number of nodes;
+          between payloads that were measured, what lies between their times
 optimizer ``tensors * per_tensor + bytes * per_byte``
+waiting   ``waits * each + share * computed``, of ranks that compute and meet in turn
 operator  ``start + share * roofline``, for one operator over shapes
 ========= ======================================================================================
 
@@ -29,6 +31,7 @@ MIN_MATMULS = 4
 MIN_STREAMS = 2
 MIN_PAYLOADS = 3
 MIN_OPTIMIZERS = 2
+MIN_ROUNDS = 2
 SMALLEST_S = 1e-12
 
 
@@ -207,17 +210,50 @@ def fit_memory(points: Sequence[Point], launch_s: float) -> MemoryCurve:
 class LinkCurve:
     """Time of one collective in groups of one size.
 
+    Between two payloads that were measured it is what lies between their times: backends change
+    the algorithm with the size, and large payloads leave the caches.
+
     Attributes:
         alpha_s: Seconds whatever the payload.
         bandwidth_bytes_per_s: Payload per second beyond that.
+        knots: (Payload, seconds) that were measured, ascending in both.
     """
 
     alpha_s: float
     bandwidth_bytes_per_s: float
+    knots: tuple[tuple[int, float], ...] = ()
 
     def time_s(self, payload_bytes: float) -> float:
         """Seconds."""
-        return self.alpha_s + payload_bytes / self.bandwidth_bytes_per_s
+        if not self.knots:
+            return self.alpha_s + payload_bytes / self.bandwidth_bytes_per_s
+        first_bytes, first_s = self.knots[0]
+        if payload_bytes <= first_bytes:
+            return first_s
+        for (small, fast_s), (large, slow_s) in pairwise(self.knots):
+            if payload_bytes <= large:
+                return fast_s + (payload_bytes - small) / (large - small) * (slow_s - fast_s)
+        last_bytes, last_s = self.knots[-1]
+        return last_s + (payload_bytes - last_bytes) / self.bandwidth_bytes_per_s
+
+
+def ascending(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Times that never fall with the size: neighbours that do are set to their mean.
+
+    Source: Ayer et al., "An empirical distribution function for sampling with incomplete
+    information", Annals of Mathematical Statistics 26(4), 1955 (pool adjacent violators).
+
+    >>> ascending([(1, 2.0), (2, 1.0), (3, 5.0)])
+    ((1, 1.5), (2, 1.5), (3, 5.0))
+    """
+    pools: list[tuple[float, int]] = []
+    for _, time_s in sorted(pairs):
+        pools.append((time_s, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low_s, few), (high_s, more) = pools[-2:]
+            pools[-2:] = [((low_s * few + high_s * more) / (few + more), few + more)]
+    times = [time_s for time_s, count in pools for _ in range(count)]
+    return tuple((size, time_s) for (size, _), time_s in zip(sorted(pairs), times, strict=True))
 
 
 def fit_link(points: Sequence[Point]) -> LinkCurve:
@@ -230,7 +266,9 @@ def fit_link(points: Sequence[Point]) -> LinkCurve:
     _check(what, points, len({p.sizes[0] for p in points}), MIN_PAYLOADS)
     alpha_s, per_byte_s = _relative(((1.0, float(p.sizes[0])), p.time_s) for p in points)
     return LinkCurve(
-        alpha_s=alpha_s, bandwidth_bytes_per_s=1.0 / max(per_byte_s, SMALLEST_S * 1e-6)
+        alpha_s=alpha_s,
+        bandwidth_bytes_per_s=1.0 / max(per_byte_s, SMALLEST_S * 1e-6),
+        knots=ascending([(p.sizes[0], p.time_s) for p in points]),
     )
 
 
@@ -257,6 +295,16 @@ def fit_optimizer(points: Sequence[Point]) -> OptimizerCurve:
     rows = (((float(p.sizes[0]), float(p.sizes[1])), p.time_s) for p in points)
     per_tensor_s, per_byte_s = _relative(rows)
     return OptimizerCurve(per_tensor_s=per_tensor_s, per_byte_s=per_byte_s)
+
+
+def fit_sums(points: Sequence[Point]) -> OptimizerCurve:
+    """The curve of adding gradients to their sums; of one size all of it goes by the byte."""
+    if len({p.sizes for p in points}) < MIN_OPTIMIZERS:
+        num_bytes = points[0].sizes[1]
+        return OptimizerCurve(
+            per_tensor_s=0.0, per_byte_s=median(p.time_s for p in points) / num_bytes
+        )
+    return fit_optimizer(points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +344,46 @@ def hidden_share(comm_s: float, compute_s: float, both_s: float) -> float:
     """
     shorter, longer = sorted((comm_s, compute_s))
     return min(1.0, max(0.0, 1.0 - (both_s - longer) / shorter))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitCurve:
+    """What meeting other ranks takes beyond the collective itself.
+
+    Attributes:
+        each_s: Seconds of each time: a rank that computed has left the backend's threads asleep.
+        share: Of the seconds computed in between: the slowest rank takes so much longer than most.
+    """
+
+    each_s: float
+    share: float
+
+    def time_s(self, num_waits: int, compute_s: float) -> float:
+        """Seconds of so many times, with so many seconds of computing in all."""
+        return num_waits * self.each_s + self.share * compute_s
+
+
+def fit_waiting(points: Sequence[Point]) -> WaitCurve:
+    """From rounds of computing and a small collective, and both alone.
+
+    Raises:
+        ConfigError: There are too few lengths of rounds.
+    """
+    table: dict[str, dict[int, float]] = {}
+    for point in points:
+        table.setdefault(point.name.partition(" ")[0], {})[point.sizes[0]] = point.time_s
+    rounds, computing = table.get("round", {}), table.get("compute", {})
+    counts = sorted(rounds.keys() & computing.keys())
+    _check(f"rounds of {points[0].sizes[1]} ranks", points, len(counts), MIN_ROUNDS)
+    comm_s = median(table["comm"].values()) if "comm" in table else 0.0
+    rows, targets = [], []
+    for count in counts:  # a second of a short round counts as much as one of a long round
+        rows.append((1.0 / rounds[count], computing[count] / rounds[count]))
+        targets.append(1.0 - (computing[count] + comm_s) / rounds[count])
+    if max(targets) <= 0:  # nothing is lost: those that wait lend their cores to others
+        return WaitCurve(each_s=0.0, share=0.0)
+    each_s, share = least_squares(rows, targets)
+    return WaitCurve(each_s=each_s, share=share)
 
 
 def busy_factors(points: Iterable[Point]) -> Mapping[tuple[PointKind, int], float]:

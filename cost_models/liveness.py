@@ -3,7 +3,8 @@
 A value is freed after its last use. Views keep their base; a reshape that copies allocates
 (:mod:`cost_models.storage`). Inputs stay, unless their kind is freed by the caller (saved values
 die at their last use in a backward program). Outputs of kinds that are counted elsewhere (saved
-activations) add nothing.
+activations) add nothing; or, where that count begins with the program, they are taken off it until
+they are made.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def liveness(
     input_groups: Mapping[str, str] | None = None,
     granularity_bytes: int = 1,
     workspace: Callable[[Node, Mapping[str, Meta]], int] | None = None,
+    held_when_made: bool = False,
 ) -> Liveness:
     """Memory over one run of ``graph``.
 
@@ -63,6 +65,8 @@ def liveness(
             dies when its last member does. Inputs that are left out are by themselves.
         granularity_bytes: Allocations are rounded up to a multiple of it (CUDA: 512).
         workspace: Extra bytes while an operator runs; :func:`workspace_bytes` if left out.
+        held_when_made: Whether outputs of ``held_outputs`` are counted elsewhere from the start of
+            the program on, though they are there only once they are made.
     """
     memory = storages(graph)
     groups = input_groups or {}
@@ -93,9 +97,12 @@ def liveness(
     # a gift that no operator reads is dropped by the first one
     unused = [k for k, free in given.items() if free and k not in last_use and k not in held | kept]
     live -= sum(size.get(k, 0) for k in unused)
+    if held_when_made:
+        own = {k for n in graph.nodes for k in memory.of[n.name] if _owner(k) == n.name}
+        live -= sum(size[key] for key in own & held)
     for position, node in enumerate(graph.nodes):
         for key in memory.of[node.name]:
-            if _owner(key) == node.name and key not in held:
+            if _owner(key) == node.name and (held_when_made or key not in held):
                 live += size[key]
         during = live + extra(node, metas)
         timeline.append(during)

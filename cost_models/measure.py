@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConfigError
+from autopar.host_memory import keep_freed_memory
 from cost_models.local import gpu_cluster, host_cores, host_memory_bytes
 from cost_models.measure_comm import Collectives
 from cost_models.measure_compute import (
@@ -91,6 +92,7 @@ def measure_local_device(
         is_late = meter.agree(clock() - started_s > budget_s)
         if collectives is not None and not is_late:
             collectives.measure_interference(keys, note)
+            collectives.measure_lockstep(keys, note)
     finally:
         torch.set_num_threads(before)
     return replace(
@@ -117,6 +119,8 @@ def local_meter(*, num_threads: int = 1, clock: Callable[[], float] = time.perf_
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        keep_freed_memory()  # as where a plan runs
     num_cores = max(1, host_cores() // num_threads)
     if device.type == "cuda":
         num_cores = torch.cuda.device_count()

@@ -20,11 +20,14 @@ from cost_models.measure_meter import Meter, Run, Task
 from cost_models.profile import Key, Point, PointKind, burst_name
 
 K = PointKind
-PAYLOAD_BYTES = (1 * KIB, 1 * MIB, 64 * KIB, 8 * MIB, 256 * KIB)
+PAYLOAD_BYTES = (1 * KIB, 1 * MIB, 64 * KIB, 8 * MIB, 256 * KIB, 24 * MIB)
 BURST_BYTES = (1 * KIB, 1 * MIB, 64 * KIB)
 BURST = 16  # collectives that are issued before the first is waited for
 BESIDE_BYTES = 1 * MIB
 BESIDE_EDGE = 256
+LOCKSTEP_BYTES = 64 * KIB
+LOCKSTEP_MATMULS = (1, 4, 12)  # between two collectives
+LOCKSTEP_ROUNDS = 8  # of a run: what counts is the mean over rounds
 ITEM_BYTES = 4
 
 
@@ -188,6 +191,29 @@ class Collectives:
                     )
                 )  # fmt: skip
 
+    def measure_lockstep(self, known: frozenset[Key], keep: Callable[[Point], None]) -> None:
+        """Rounds of matmuls and a small all-reduce: what waiting for the slowest rank takes.
+
+        Arguments as in :meth:`measure_interference`.
+        """
+        square = torch.rand(BESIDE_EDGE, BESIDE_EDGE, device=self._meter.device)
+        for shape in self._shapes:
+            group = self._own[shape]
+            for count in LOCKSTEP_MATMULS:
+                compute = _repeated(square, count)
+                runs: dict[str, Run] = {"compute": compute, "comm": lambda: None, "round": compute}
+                if group is not None:
+                    runs["comm"] = _waited(_all_reduce(LOCKSTEP_BYTES, group, shape, self._meter))
+                    runs["round"] = _in_turn(compute, runs["comm"])
+                for name, run in runs.items():
+                    task = Task(
+                        kind=K.LOCKSTEP, prepare=_constant(_rounds(run) if group else None),
+                        sizes=(count, shape.size), name=f"{name} {shape.name}".strip(),
+                        busy=shape.busy, runs=LOCKSTEP_ROUNDS,
+                    )  # fmt: skip
+                    if not self._meter.agree(task.key in known):
+                        keep(self._meter.measure(task))
+
 
 def _constant(run: Run | None) -> Callable[[], Run | None]:
     return lambda: run
@@ -199,6 +225,22 @@ def _repeated(square: torch.Tensor, count: int) -> Run:
             torch.mm(square, square)
 
     return run
+
+
+def _in_turn(first: Run, second: Run) -> Run:
+    def run() -> None:
+        first()
+        second()
+
+    return run
+
+
+def _rounds(run: Run) -> Run:
+    def several() -> None:
+        for _ in range(LOCKSTEP_ROUNDS):
+            run()
+
+    return several
 
 
 Issue = Callable[[], tuple[dist.Work, torch.Tensor]]
@@ -239,7 +281,7 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 def _all_reduce(payload_bytes: int, group: dist.ProcessGroup, _: GroupShape, meter: Meter) -> Issue:
-    whole = _zeros(payload_bytes, meter)
+    whole = _values(payload_bytes, meter)
 
     def issue() -> tuple[dist.Work, torch.Tensor]:
         result = whole.clone()
@@ -251,7 +293,7 @@ def _all_reduce(payload_bytes: int, group: dist.ProcessGroup, _: GroupShape, met
 def _all_gather(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
 ) -> Issue:
-    share = _zeros(payload_bytes // shape.size, meter)
+    share = _values(payload_bytes // shape.size, meter)
     gather = _newest("all_gather_single", "all_gather_into_tensor")
 
     def issue() -> tuple[dist.Work, torch.Tensor]:
@@ -268,7 +310,7 @@ def _of_whole(name: str, older: str, *, gives_share: bool) -> Issuer:
         payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
     ) -> Issue:
         share = max(1, payload_bytes // ITEM_BYTES // shape.size)
-        whole = _zeros(share * shape.size * ITEM_BYTES, meter)
+        whole = _values(share * shape.size * ITEM_BYTES, meter)
         start = _newest(name, older)
 
         def issue() -> tuple[dist.Work, torch.Tensor]:
@@ -283,14 +325,14 @@ def _of_whole(name: str, older: str, *, gives_share: bool) -> Issuer:
 def _broadcast(
     payload_bytes: int, group: dist.ProcessGroup, shape: GroupShape, meter: Meter
 ) -> Issue:
-    value = _zeros(payload_bytes, meter)
+    value = _values(payload_bytes, meter)
     root = next(ranks for ranks in shape.groups if meter.rank in ranks)[0]
     return lambda: (_work(dist.broadcast(value, root, group=group, async_op=True)), value)
 
 
 def _ping_pong(payload_bytes: int, shape: GroupShape, meter: Meter) -> Run:
     """There and back between the two ranks of a group: two messages one after another."""
-    value = _zeros(payload_bytes, meter)
+    value = _values(payload_bytes, meter)
     ranks = next(ranks for ranks in shape.groups if meter.rank in ranks)
     is_first = meter.rank == ranks[0]
     peer = ranks[1] if is_first else ranks[0]
@@ -315,8 +357,9 @@ _ISSUERS: dict[PointKind, Issuer] = {
 BURST_KINDS = (K.ALL_REDUCE, K.ALL_GATHER, K.REDUCE_SCATTER)
 
 
-def _zeros(payload_bytes: int, meter: Meter) -> torch.Tensor:
-    return torch.zeros(max(1, payload_bytes // ITEM_BYTES), device=meter.device)
+def _values(payload_bytes: int, meter: Meter) -> torch.Tensor:
+    """Memory that was written to: the system maps fresh zeros to one page, which stays in cache."""
+    return torch.rand(max(1, payload_bytes // ITEM_BYTES), device=meter.device)
 
 
 def _newest(name: str, older: str) -> Callable[..., dist.Work | None]:

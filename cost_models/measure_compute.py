@@ -155,12 +155,14 @@ def optimizer_tasks(device: torch.device, busy: int, name: str = "adamw") -> Ite
 
 def _optimizer_task(device: torch.device, busy: int, name: str, each_bytes: int) -> Task:
     def prepare() -> Run:
-        values = [torch.randn(each_bytes // 4, device=device) for _ in range(OPTIMIZER_TENSORS)]
-        if busy > 1:
-            values = [_distributed(v) for v in values]
-        parameters = [torch.nn.Parameter(v) for v in values]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        def values() -> list[torch.Tensor]:
+            made = [torch.randn(each_bytes // 4, device=device) for _ in range(OPTIMIZER_TENSORS)]
+            return [_distributed(v) for v in made] if busy > 1 else made
+
+        parameters = [torch.nn.Parameter(v) for v in values()]
+        # no zeros: a CPU takes several times as long for the root of a zero
+        for parameter, gradient in zip(parameters, values(), strict=True):
+            parameter.grad = gradient
         makes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         optimizer = makes[name](parameters, lr=1e-3)
         return lambda: optimizer.step()

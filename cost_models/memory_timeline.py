@@ -108,7 +108,8 @@ def program_memory(
 
     Args:
         graph: The program.
-        held_outputs: As of :func:`cost_models.liveness.liveness`.
+        held_outputs: As of :func:`cost_models.liveness.liveness`; the timeline counts them from
+            the start of the program on, so they are taken off it until they are made.
         freed_inputs: As of :func:`cost_models.liveness.liveness`.
         input_groups: As there.
         op_time_s: Seconds of an operator; equal ones if left out.
@@ -120,6 +121,7 @@ def program_memory(
         freed_inputs=freed_inputs,
         input_groups=input_groups,
         workspace=cpu_workspace(graph) if is_cpu else None,
+        held_when_made=True,
     )
     seconds = tuple(map(op_time_s, graph.nodes)) if op_time_s is not None else ()
     return ProgramMemory(found.timeline, tuple(graph.nodes), seconds)

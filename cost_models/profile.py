@@ -22,12 +22,15 @@ kind                       sizes                   name
 ``stream``                 bytes read and written  what passes over memory: ``add``, ``copy``, ...
 ``launch``                 none                    ``add`` on next to no data, ``view``
 ``optimizer``              tensors, bytes of them  ``adamw``, ``sgd``
+``accumulate``             tensors, bytes of them  empty: the gradients of one more micro-batch
 ``host_to_device``, back   bytes                   empty
 ``op``                     FLOPs, bytes moved      operator with its operands, see :func:`op_key`
 ``step``                   operators of the step   ``executor``: seconds beyond the operators' own
 collectives                payload bytes, ranks    ``""`` inside a node, ``"2 nodes"`` across,
                                                    ``"burst"`` before it: many issued at once
 ``beside``                 payload bytes, ranks    ``comm``, ``compute`` alone and ``both`` at once
+``lockstep``               matmuls, ranks          ``comm`` alone, ``compute`` alone, ``round``: one
+                                                   after the other, all ranks in step
 ========================== ======================= ==============================================
 
 ``busy`` is how many ranks of a machine ran at the same time; payloads of collectives are those of
@@ -63,6 +66,7 @@ class PointKind(StrEnum):
     STREAM = "stream"
     LAUNCH = "launch"
     OPTIMIZER = "optimizer"
+    ACCUMULATE = "accumulate"
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
     OP = "op"
@@ -74,6 +78,7 @@ class PointKind(StrEnum):
     BROADCAST = "broadcast"
     P2P = "p2p"
     BESIDE = "beside"
+    LOCKSTEP = "lockstep"
 
 
 K = PointKind
@@ -83,8 +88,9 @@ COLLECTIVES = (
 
 # Numbers in Point.sizes by kind.
 NUM_SIZES: Mapping[PointKind, int] = {
-    K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.HOST_TO_DEVICE: 1,
-    K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, **dict.fromkeys(COLLECTIVES, 2),
+    K.MATMUL: 4, K.ATTENTION: 5, K.STREAM: 1, K.LAUNCH: 0, K.OPTIMIZER: 2, K.ACCUMULATE: 2,
+    K.HOST_TO_DEVICE: 1, K.DEVICE_TO_HOST: 1, K.OP: 2, K.STEP: 1, K.BESIDE: 2, K.LOCKSTEP: 2,
+    **dict.fromkeys(COLLECTIVES, 2),
 }  # fmt: skip
 
 Key = tuple[PointKind, str, str, tuple[int, ...], int]

@@ -25,12 +25,15 @@ from cost_models.fit import (
     MemoryCurve,
     OpCurve,
     OptimizerCurve,
+    WaitCurve,
     busy_factors,
     fit_link,
     fit_matmul,
     fit_memory,
     fit_operator,
     fit_optimizer,
+    fit_sums,
+    fit_waiting,
     hidden_share,
 )
 from cost_models.flops import VIEW_OPS, OpClass, Work, work_of
@@ -72,12 +75,14 @@ class Fits:
     Attributes:
         launch_s: Seconds of an operator on next to no data.
         view_s: Of a view.
-        executor_s: Of running an operator beyond the operator itself.
+        executor_s: Of running an operator beyond the operator itself, by busy ranks.
         matmul: By dtype.
         memory: By name of the pass.
         attention: Share of the matmul peak, by ``forward`` and ``backward``.
         links: By kind, ranks, name and busy ranks.
         optimizers: By name and busy ranks.
+        waiting: By ranks that meet, nodes that they span, and busy ranks.
+        sums: Of adding a micro-batch's gradients, by busy ranks.
         busy: By kind of point and busy ranks.
         hidden: Share of the shorter lane that is hidden behind the other, by ranks, nodes, busy.
         left_out: Curves that a profile which ran out of time has too few points of, and why.
@@ -85,12 +90,14 @@ class Fits:
 
     launch_s: float
     view_s: float
-    executor_s: float
+    executor_s: Mapping[int, float]
     matmul: Mapping[str, MatmulCurve]
     memory: Mapping[str, MemoryCurve]
     attention: Mapping[str, float]
     links: Mapping[tuple[PointKind, int, str, int], LinkCurve]
     optimizers: Mapping[tuple[str, int], OptimizerCurve]
+    waiting: Mapping[tuple[int, str, int], WaitCurve]
+    sums: Mapping[int, OptimizerCurve]
     busy: Mapping[tuple[PointKind, int], float]
     hidden: Mapping[tuple[int, str, int], float]
     left_out: tuple[str, ...] = ()
@@ -112,6 +119,10 @@ class Fits:
         for (name, busy), optimizer in self.optimizers.items():
             table[f"{name} {busy} busy per_tensor_s"] = optimizer.per_tensor_s
             table[f"{name} {busy} busy per_byte_s"] = optimizer.per_byte_s
+        for (ranks, nodes, busy), waits in self.waiting.items():
+            where = " ".join(filter(None, (f"waiting of {ranks} ranks", nodes, f"{busy} busy")))
+            table[f"{where} each_s"] = waits.each_s
+            table[f"{where} share"] = waits.share
         for (kind, busy), factor in self.busy.items():
             table[f"{kind.value} {busy} busy factor"] = factor
         return table
@@ -135,6 +146,8 @@ def fit_profile(profile: Profile) -> Fits:
     memory: dict[str, MemoryCurve] = {}
     links: dict[tuple[PointKind, int, str, int], LinkCurve] = {}
     optimizers: dict[tuple[str, int], OptimizerCurve] = {}
+    sums: dict[int, OptimizerCurve] = {}
+    waiting: dict[tuple[int, str, int], WaitCurve] = {}
     left_out: list[str] = []
     for points in groups.values():
         first = points[0]
@@ -147,20 +160,26 @@ def fit_profile(profile: Profile) -> Fits:
                 links[(first.kind, first.sizes[1], first.name, first.busy)] = fit_link(points)
             elif first.kind is K.OPTIMIZER:
                 optimizers[(first.name, first.busy)] = fit_optimizer(points)
+            elif first.kind is K.ACCUMULATE:
+                sums[first.busy] = fit_sums(points)
+            elif first.kind is K.LOCKSTEP:
+                nodes = first.name.partition(" ")[2]
+                waiting[(first.sizes[1], nodes, first.busy)] = fit_waiting(points)
         except ConfigError as error:
             if profile.is_complete or (first.kind, first.name, first.dtype) in _NEEDED:
                 raise
             left_out.append(str(error))
-    steps = [p.time_s for p in profile.of_kind(K.STEP) if p.name == "executor"]
     return Fits(
         launch_s=launch_s,
         view_s=launches.get("view", launch_s),
-        executor_s=min(steps, default=0.0),
+        executor_s=_executor_s(profile),
         matmul=matmul,
         memory=memory,
         attention=_attention(profile, matmul),
         links=links,
         optimizers=optimizers,
+        waiting=waiting,
+        sums=sums,
         busy=busy_factors(p for p in profile.points if p.kind in (K.MATMUL, K.STREAM, K.LAUNCH)),
         hidden=_hidden(profile),
         left_out=tuple(left_out),
@@ -169,8 +188,20 @@ def fit_profile(profile: Profile) -> Fits:
 
 def _curve_of(point: Point) -> tuple[object, ...]:
     """Points of one curve have the same key."""
-    ranks = point.sizes[1] if point.kind in COLLECTIVES else 0
-    return point.kind, point.name, point.dtype, point.busy, ranks
+    is_met = point.kind in (*COLLECTIVES, K.LOCKSTEP)
+    name = point.name.partition(" ")[2] if point.kind is K.LOCKSTEP else point.name
+    return point.kind, name, point.dtype, point.busy, point.sizes[1] if is_met else 0
+
+
+def _executor_s(profile: Profile) -> dict[int, float]:
+    """By busy ranks, over all operators of all programs that were measured."""
+    totals: dict[int, tuple[float, int]] = {}
+    for point in profile.of_kind(K.STEP):
+        if point.name == "executor":
+            time_s, number = totals.get(point.busy, (0.0, 0))
+            count = point.sizes[0]
+            totals[point.busy] = (time_s + count * point.time_s, number + count)
+    return {busy: time_s / number for busy, (time_s, number) in totals.items()}
 
 
 def _attention(profile: Profile, matmul: Mapping[str, MatmulCurve]) -> dict[str, float]:
@@ -226,6 +257,7 @@ class ProfiledCostModel:
         self._analytic = AnalyticCostModel(cluster)
         self._ranks = max(m.num_devices for m in cluster.machines)
         self._is_burst = False
+        self._executor_s = self._at_ranks(self.fits.executor_s, K.LAUNCH)
         self._ops: dict[str, dict[int, float]] = {}
         by_op: dict[str, list[tuple[float, float]]] = {}
         for point in profile.of_kind(K.OP):
@@ -239,11 +271,6 @@ class ProfiledCostModel:
         }
         self._calls = {
             (p.name, p.busy): p.time_s for p in profile.of_kind(K.STEP) if p.name != "executor"
-        }
-        self._collectives = {
-            (p.kind, p.sizes, p.name, p.busy): p.time_s
-            for p in profile.points
-            if p.kind in COLLECTIVES
         }
 
     @property
@@ -270,7 +297,7 @@ class ProfiledCostModel:
         self, op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: Meta
     ) -> Price:
         """Seconds of one operator with their source."""
-        executor_s = self.fits.executor_s * self._factor(K.LAUNCH, self._ranks)
+        executor_s = self._executor_s
         if op in _FREE_OPS:
             return Price(executor_s, Source.FREE)
         work = work_of(op, args, operands, results)
@@ -326,6 +353,13 @@ class ProfiledCostModel:
         # other was not measured
         return max(1.0, busy / max(1, self._profile.num_cores))
 
+    def _at_ranks(self, table: Mapping[int, float], kind: PointKind) -> float:
+        """What was measured with this many busy ranks, or with the next best; 0 if nothing was."""
+        if not table:
+            return 0.0
+        busy = min(table, key=lambda b: abs(b - self._ranks))
+        return table[busy] * self._factor(kind, self._ranks) / self._factor(kind, busy)
+
     # ------------------------------------------------------------ collectives
     def collective_time_s(self, kind: str, payload_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of one collective among ``ranks``."""
@@ -357,11 +391,10 @@ class ProfiledCostModel:
             time_s = self._analytic.collective_time_s(which, payload_bytes, group)
             return Price(time_s, Source.DATA_SHEET)
         busy = min(found, key=lambda b: abs(b - self._ranks))
-        exact = self._collectives.get((point_kind, (int(payload_bytes), size), name, busy))
-        if exact is not None and int(payload_bytes) == payload_bytes:
-            return Price(exact, Source.MEASURED)
         curve = self.fits.links[(point_kind, size, name, busy)]
-        return Price(curve.time_s(payload_bytes), Source.FITTED)
+        is_measured = payload_bytes in {payload for payload, _ in curve.knots}
+        source = Source.MEASURED if is_measured else Source.FITTED
+        return Price(curve.time_s(payload_bytes), source)
 
     # ------------------------------------------------------------ around the programs
     def in_bursts(self) -> ProfiledCostModel:
@@ -378,6 +411,19 @@ class ProfiledCostModel:
         busy = min(found, key=lambda b: abs(b - self._ranks))
         scale = self._factor(K.STREAM, self._ranks) / self._factor(K.STREAM, busy)
         return self.fits.optimizers[(name, busy)].time_s(num_tensors, num_bytes) * scale
+
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding one more micro-batch's gradients; 0 if that was not measured."""
+        times = {b: curve.time_s(num_tensors, num_bytes) for b, curve in self.fits.sums.items()}
+        return self._at_ranks(times, K.STREAM)
+
+    def waiting_s(self, num_ranks: int, num_waits: int, compute_s: float) -> float:
+        """Seconds that a rank waits for the slowest of those that it meets; 0 if not measured."""
+        of_size = {b: curve for (n, _, b), curve in self.fits.waiting.items() if n == num_ranks}
+        if not of_size:
+            return 0.0
+        busy = min(of_size, key=lambda b: abs(b - self._ranks))
+        return of_size[busy].time_s(num_waits, compute_s)
 
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of a call and its backward on one rank beyond its programs; 0 if not measured."""

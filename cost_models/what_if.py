@@ -129,6 +129,14 @@ class FasterHostLinks:
         """Seconds of an optimizer's step: unchanged."""
         return self.host.optimizer_time_s(name, num_tensors, num_bytes)
 
+    def accumulate_time_s(self, num_tensors: int, num_bytes: float) -> float:
+        """Seconds of adding a micro-batch's gradients: unchanged."""
+        return self.host.accumulate_time_s(num_tensors, num_bytes)
+
+    def waiting_s(self, num_ranks: int, num_waits: int, compute_s: float) -> float:
+        """Seconds of waiting for the slowest rank: unchanged."""
+        return self.host.waiting_s(num_ranks, num_waits, compute_s)
+
     def call_time_s(self, num_parameters: int) -> float:
         """Seconds of one call beyond its programs: unchanged."""
         return self.host.call_time_s(num_parameters)

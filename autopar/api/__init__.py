@@ -8,11 +8,13 @@ from autopar.api.hugging_face import TrainerMixin, as_one_worker
 from autopar.api.loading import shard_loader
 from autopar.api.operators import register_op
 from autopar.api.verifying import VerifyReport, verify
+from autopar.runtime.module import close
 
 __all__ = [
     "TrainerMixin",
     "VerifyReport",
     "as_one_worker",
+    "close",
     "compile",
     "load_checkpoint",
     "plan",

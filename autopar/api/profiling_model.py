@@ -15,7 +15,7 @@ from autopar.api.options import as_call
 from autopar.capture.tracing import Captured, capture
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.runtime.driving import Driver
-from autopar.runtime.module import state_of
+from autopar.runtime.module import close, state_of
 from autopar.runtime.op_times import op_points
 from autopar.runtime.requests import Request
 from autopar.solver.force import forced_plan
@@ -36,11 +36,14 @@ def degrees_for(size: int) -> tuple[Degrees, ...]:
     """Plans whose local shapes are measured, for ``size`` ranks; usual ones for a single process.
 
     >>> degrees_for(2)
-    ({'tp': 2}, {'dp': 2}, {'pp': 2, 'num_microbatches': 4})
+    ({'tp': 2}, {'dp': 2}, {'dp': 2, 'zero': 3}, {'pp': 2, 'num_microbatches': 4})
     """
     if size == 1:
         return ({}, {"num_microbatches": 2}, {"num_microbatches": 4})
-    found: list[Degrees] = [{"tp": size}, {"dp": size}, {"pp": size, "num_microbatches": 2 * size}]
+    found: list[Degrees] = [
+        {"tp": size}, {"dp": size}, {"dp": size, "zero": 3},
+        {"pp": size, "num_microbatches": 2 * size},
+    ]  # fmt: skip
     half = size // 2
     if size % 2 == 0 and half > 1:
         found += [
@@ -109,6 +112,10 @@ class _Clocked:
     clock: Callable[[], float]
     seconds: float = 0.0
 
+    def close(self) -> None:
+        """Close the driver."""
+        self.driver.close()
+
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run to the end; gives what the generator returns."""
         started_s = self.clock()
@@ -161,5 +168,6 @@ def _call(count: int, meter: Meter) -> tuple[int, float]:
         started_s = meter.clock()
         step()
         times.append(max(0.0, meter.clock() - started_s - clocked.seconds))
+    close(model)
     middle = mean(times) if meter.takes_turns(meter.per_node) else median(times)
     return 2 * count, meter.mean([middle], has_part=True)[0]

@@ -217,14 +217,19 @@ class Node:
     scope: str = ""
     origin: str = ""
     source: str = field(default="", compare=False)
+    _refs: tuple[str, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     def refs(self) -> tuple[str, ...]:
         """Names of the operands in order of appearance, repeats included."""
-        found: list[str] = []
-        _collect(self.args, found)
-        for _, value in self.kwargs:
-            _collect(value, found)
-        return tuple(found)
+        known = self._refs
+        if known is None:
+            found: list[str] = []
+            _collect(self.args, found)
+            for _, value in self.kwargs:
+                _collect(value, found)
+            known = tuple(found)
+            object.__setattr__(self, "_refs", known)  # asked for by every walk over a graph
+        return known
 
     def metas(self) -> tuple[TensorMeta | None, ...]:
         """Result metas as a tuple, one entry for an operator with one result."""

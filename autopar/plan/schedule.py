@@ -27,6 +27,7 @@ would wait for each other. Values between two stages on one rank need no message
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import ge
 from typing import NamedTuple, TypeAlias
 
 from autopar.errors import ConfigError
@@ -232,12 +233,14 @@ def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, Alive], ...]:
         # forwards in a row: the last of them has the most
         if kind is I or (kind is F and follows is not F):
             seen[tuple(alive)] = None
-    most = [
-        v
-        for v in seen
-        if not any(o != v and all(x >= y for x, y in zip(o, v, strict=True)) for o in seen)
-    ]
-    return tuple({s: Alive(v[place[s]], v[place[s] + 1]) for s in stages} for v in most)
+    most: list[tuple[int, ...]] = []
+    for one in sorted(seen, key=sum, reverse=True):  # nothing is exceeded by what has less in all
+        if not any(all(map(ge, other, one)) for other in most):
+            most.append(one)
+    kept = set(most)
+    return tuple(
+        {s: Alive(v[place[s]], v[place[s] + 1]) for s in stages} for v in seen if v in kept
+    )
 
 
 def action_lists(

@@ -115,7 +115,14 @@ class MeshShape:
         >>> MeshShape(pp=2, virtual=2, placement=StagePlacement.V).stages_of(0)
         (0, 3)
         """
-        return tuple(s for s in range(self.num_stages) if self.pipeline_rank(s) == pipeline_rank)
+        if not 0 <= pipeline_rank < self.pp:
+            return ()
+        there, back = pipeline_rank, self.pp - 1 - pipeline_rank
+        is_v = self.placement is StagePlacement.V
+        return tuple(
+            chunk * self.pp + (back if is_v and chunk % 2 else there)
+            for chunk in range(self.virtual)
+        )
 
     def __str__(self) -> str:
         """Such as ``pp2 x dp2 x tp2``."""

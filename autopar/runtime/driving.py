@@ -20,6 +20,10 @@ class Driver(Protocol):
         """Run to the end; gives what the generator returns."""
         ...
 
+    def close(self) -> None:
+        """Stop what runs beside, between steps."""
+        ...
+
 
 def drive(running: Generator[Request, object, T], answer: Callable[[Request], object]) -> T:
     """Run a generator to its end, without gradients; gives what it returns.
@@ -43,6 +47,9 @@ def drive(running: Generator[Request, object, T], answer: Callable[[Request], ob
 class LoneDriver:
     """One device: there is nobody to talk to."""
 
+    def close(self) -> None:
+        """Nothing runs beside."""
+
     def run(self, running: Generator[Request, object, T]) -> T:
         """Run to the end; gives what the generator returns."""
         try:
@@ -58,6 +65,9 @@ class LoneDriver:
 
 class IdleDriver:
     """A rank beyond the mesh: it runs nothing."""
+
+    def close(self) -> None:
+        """Nothing runs beside."""
 
     def run(self, running: Generator[Request, object, T]) -> T:
         """Refuse."""

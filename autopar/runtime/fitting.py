@@ -21,7 +21,8 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.dim_classes import Signatures
 from autopar.sharding.placement import Shard, local_shape
 from autopar.sharding.programs import LocalPrograms
-from autopar.sharding.propagate import AxisChoices, DataAxes, DataSplits
+from autopar.sharding.propagate import DataAxes, DataSplits
+from autopar.sharding.propagation import AxisChoices
 
 
 @dataclass(frozen=True, slots=True)

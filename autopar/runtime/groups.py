@@ -8,12 +8,17 @@ messages:
   other.
 * gloo sends on the world group: it keeps the order of each directed pair (measured, 50 messages of
   mixed sizes in flight) and both directions are independent, so more groups would buy nothing.
+
+Models that run on equal meshes share their groups: a step ends with nothing under way, and torch
+keeps every group, with its threads and connections, until it is destroyed. When that is must be
+the same on all ranks, so it does not follow from what a rank's garbage collector does: groups are
+destroyed by :meth:`GroupLease.close`, or with the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import ConfigError
 from autopar.plan.types import DP_AXIS, PP_AXIS, TP_AXIS, MeshShape
 from autopar.sharding.programs import LocalPrograms
+from autopar.torch_compat import forget_groups
 
 MESH_AXES = (PP_AXIS, DP_AXIS, TP_AXIS)
 
@@ -45,6 +51,72 @@ class ProcessGroups:
     axes: Mapping[str, dist.ProcessGroup]
     pairs: Mapping[tuple[int, int], dist.ProcessGroup]
     backend: str
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Groups, and how many hold them."""
+
+    groups: ProcessGroups | None
+    holders: int = 0
+
+
+_SHARED: dict[tuple[object, ...], _Shared] = {}
+
+
+class GroupLease:
+    """Groups that this process holds, maybe with others.
+
+    Attributes:
+        groups: None on a rank that the mesh does not use.
+    """
+
+    def __init__(self, key: tuple[object, ...], groups: ProcessGroups | None) -> None:
+        self.groups = groups
+        self._key: tuple[object, ...] | None = key
+
+    def close(self) -> None:
+        """Destroy the groups unless another model holds them; every rank calls it. Once."""
+        if self._key is None:
+            return
+        key, self._key = self._key, None
+        self.groups = None  # a backend's threads end with the last reference to its group
+        shared = _SHARED.get(key)
+        if shared is None:  # its world is gone
+            return
+        shared.holders -= 1
+        if shared.holders > 0:
+            return
+        del _SHARED[key]
+        if shared.groups is not None and dist.is_initialized():
+            _destroy(shared.groups)
+
+
+def _destroy(groups: ProcessGroups) -> None:
+    """Destroy all groups but the world's, by which torch joins an axis over all ranks."""
+    kept = {dist.group.WORLD.group_name}  # type: ignore[union-attr]  # there is a world
+    for group in (*groups.axes.values(), *groups.pairs.values()):
+        if group.group_name not in kept:
+            kept.add(group.group_name)
+            dist.destroy_process_group(group)
+    forget_groups(groups.device_mesh)
+
+
+def lease_groups(mesh: MeshShape, programs: LocalPrograms, device_type: str) -> GroupLease:
+    """The groups of a mesh, those of another model if it has equal ones; every rank calls it.
+
+    Arguments and errors as those of :func:`create_groups`.
+    """
+    world = dist.group.WORLD
+    for key in [key for key in _SHARED if key[0] is not world]:
+        del _SHARED[key]  # of a job that was left
+    pairs = () if str(dist.get_backend()) == "gloo" else tuple(rank_pairs(mesh, programs))
+    key = (world, mesh.pp, mesh.dp, mesh.tp, device_type, pairs)
+    if key not in _SHARED:
+        _SHARED[key] = _Shared(create_groups(mesh, programs, device_type))
+    shared = _SHARED[key]
+    shared.holders += 1
+    return GroupLease(key, None if shared.groups is None else replace(shared.groups, mesh=mesh))
 
 
 def create_groups(

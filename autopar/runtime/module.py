@@ -389,6 +389,35 @@ def _call(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str,
     return state.session.call(model, call, with_loss=with_loss)
 
 
+def close(model: torch.nn.Module) -> None:
+    """Free what a compiled model holds beside its tensors: programs, threads, process groups.
+
+    For processes that compile several models one after another; a model that is dropped gives back
+    its tensors, but torch keeps process groups until they are destroyed. Models on equal meshes
+    share groups, which stay while one of them is open. Every rank calls it, between steps; at the
+    end of a process there is no need to. The module keeps its parameters; it can't be called again.
+
+    Raises:
+        ConfigError: The model is not compiled.
+    """
+    if not is_compiled(model):
+        raise ConfigError(
+            f"close: {type(model).__name__} is not a compiled model; pass what autopar.compile gave"
+        )
+    state = state_of(model)
+    session, state.session = state.session, None
+    state.launch = _refuse_closed
+    if session is not None:
+        session.close()
+
+
+def _refuse_closed(model: torch.nn.Module, _: ModelCall) -> NoReturn:
+    raise ConfigError(
+        f"{type(model).__name__} was closed by autopar.close(); build the model again and compile "
+        "it with the same plan"
+    )
+
+
 def running_session(model: torch.nn.Module) -> Session | None:
     """The session of a compiled model that runs here; None for any other module."""
     return state_of(model).session if is_compiled(model) else None

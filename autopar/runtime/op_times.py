@@ -7,9 +7,9 @@ and what running a program costs beyond its operators is what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from autopar.runtime.collective_math import resolve
 from autopar.runtime.driving import drive
 from autopar.runtime.executor import Program
 from autopar.runtime.finish import finish
+from autopar.runtime.gradients import Accumulator
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.load import LoadedPrograms, LoadedStage, load, runs_halves
 from autopar.runtime.pieces import parts_of, with_common_owners
@@ -36,7 +37,7 @@ from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.programs import LocalPrograms
 from cost_models.flops import OpClass, work_of
 from cost_models.measure_meter import Meter
-from cost_models.profile import Point, PointKind, op_key
+from cost_models.profile import Key, Point, PointKind, op_key
 
 T = TypeVar("T")
 MIN_RUNS, MAX_RUNS = 3, 11
@@ -103,6 +104,25 @@ class _Alone:
         raise PassError(f"unknown request {request!r}")
 
 
+class _TimedSums(Accumulator):
+    """Sums of gradients that note how long it takes to add those of one more micro-batch."""
+
+    def __init__(self, meter: Meter, sums: dict[tuple[int, int], list[float]]) -> None:
+        super().__init__()
+        self._meter = meter
+        self._seconds = sums
+
+    def add(self, values: Iterable[tuple[str, torch.Tensor]], held: Iterable[int]) -> None:
+        """Add gradients; noted by how many tensors of how many bytes there are."""
+        pairs = list(values)
+        if not pairs or any(name not in self for name, _ in pairs):
+            super().add(pairs, held)
+            return
+        amounts = [tensor.numel() * tensor.element_size() for _, tensor in pairs]
+        seconds = self._meter.seconds(lambda: super(_TimedSums, self).add(pairs, held))
+        self._seconds.setdefault((len(pairs), sum(amounts)), []).append(seconds)
+
+
 def op_points(
     captured: Captured,
     plan: Plan,
@@ -131,7 +151,7 @@ def op_points(
     local = with_common_owners(local, parts_of(graph))
     values = bind_inputs(captured, model, *call, graph=graph, rng_key=_RNG_KEY)
     lists = schedule_actions(local, plan, backward=captured.training, has_loss=captured.has_loss)
-    found: dict[str, Point] = {}
+    found: dict[Key, Point] = {}
     mesh = plan.mesh
     for pp in range(mesh.pp):
         own = mesh.stages_of(pp)
@@ -146,7 +166,7 @@ def op_points(
             constants=_of_kind(graph.inputs, values, InputKind.CONSTANT),
         )
         for point in runner.measure(given, mesh.rank_of(pp, 0, 0), busy, budget_s):
-            found.setdefault(point.name, point)
+            found.setdefault(point.key, point)
     return list(found.values())
 
 
@@ -177,6 +197,7 @@ class _Runner:
                 in_halves=runs_halves(actions),
             )  # fmt: skip
         self.operators: list[_Operator] = []
+        self.sums: dict[tuple[int, int], list[float]] = {}
         stages_timed = {index: self._timed(stage) for index, stage in self.plain.stages.items()}
         self.loaded: LoadedPrograms = replace(self.plain, stages=stages_timed)
 
@@ -223,27 +244,17 @@ class _Runner:
         runs = meter.agree(wanted)
         for operator in self.operators:
             operator.seconds.clear()  # the first run warms up
+        self.sums.clear()
+        timed: list[float] = []
         plain: list[float] = []
         for _ in range(runs):
             meter.meet()
             if has_part:
-                self._run(self.loaded, given, rank)
+                timed.append(self._run(self.loaded, given, rank))
                 # another run without clocks: reading them is no part of a step
                 plain.append(self._run(self.plain, given, rank))
         meter.meet()
-        points = self._points(busy, runs)
-        if plain and meter.device.type == "cpu":
-            calls = [
-                (len(o.seconds) // runs, median(o.seconds)) for o in self.operators if o.seconds
-            ]
-            inside_s = sum(count * seconds for count, seconds in calls)
-            each_s = (median(plain) - inside_s) / max(1, sum(count for count, _ in calls))
-            each_s = max(1e-9, each_s)
-            points.append(
-                Point(PointKind.STEP, "float32", (1,), each_s, name="executor", busy=busy,
-                      repeats=runs)
-            )  # fmt: skip
-        return points
+        return self._points(busy, timed, plain) if has_part else []
 
     def _run(self, loaded: LoadedPrograms, given: StepInputs, rank: int) -> float:
         """Seconds of a step, those of its answers left out."""
@@ -254,7 +265,7 @@ class _Runner:
             device=self.meter.device,
             meter=self.meter,
         )
-        step = RankStep(loaded, rank, given)
+        step = RankStep(loaded, rank, given, sums=lambda: self._sums(loaded is self.plain))
 
         def whole() -> Generator[Request, object, None]:
             yield from step.run(self.actions)
@@ -265,26 +276,77 @@ class _Runner:
             alone.run(whole())
         return self.meter.clock() - started_s - alone.waited_s
 
-    def _points(self, busy: int, runs: int) -> list[Point]:
-        """Per operator and operands, the mean over where it stands of the median over the runs."""
+    def _sums(self, is_plain: bool) -> Accumulator:
+        return Accumulator() if is_plain else _TimedSums(self.meter, self.sums)
+
+    def _points(self, busy: int, timed: Sequence[float], plain: Sequence[float]) -> list[Point]:
+        """Points of operators (by operands, the mean over where they stand), of sums, of the rest.
+
+        Args:
+            busy: Ranks of a node that computed.
+            timed: Seconds of each run with clocks.
+            plain: Of each run without.
+        """
+        runs = len(timed)
+        kept = middle_half(timed)
         table: dict[str, list[_Operator]] = {}
+        inside_s, number = 0.0, 0
         for operator in self.operators:
-            if operator.seconds and not operator.key.startswith("getitem("):
+            if not operator.seconds:
+                continue
+            number += len(operator.seconds) // runs
+            inside_s += sum(_means(operator.seconds, runs, kept))
+            if not operator.key.startswith("getitem("):
                 table.setdefault(operator.key, []).append(operator)
         points = []
         for key, places in table.items():
-            times = [median(o.seconds) for o in places]
+            times = [mean(_means(o.seconds, runs, kept)) for o in places]
             first = places[0]
             points.append(
                 Point(
                     PointKind.OP,
                     first.dtype,
                     (first.flops, first.moved_bytes),
-                    max(1e-9, sum(times) / len(times)),
+                    max(1e-9, mean(times)),
                     name=key,
                     busy=busy,
                     spread_s=(max(times) - min(times)) / 2,
                     repeats=runs,
                 )
             )
+        for sizes, seconds in self.sums.items():
+            each = _means(seconds, runs, kept)
+            inside_s += sum(each)
+            if sizes[1] > 0:
+                points.append(
+                    Point(PointKind.ACCUMULATE, "float32", sizes, mean(each), busy=busy,
+                          repeats=runs)
+                )  # fmt: skip
+        if self.meter.device.type == "cpu" and number:
+            whole_s = mean(plain[run] for run in middle_half(plain))
+            each_s = max(1e-9, (whole_s - inside_s) / number)
+            points.append(
+                Point(PointKind.STEP, "float32", (number,), each_s, name="executor", busy=busy,
+                      repeats=runs)
+            )  # fmt: skip
         return points
+
+
+def middle_half(seconds: Sequence[float]) -> tuple[int, ...]:
+    """Which runs took neither the least nor the most time: about half of them.
+
+    What is added up over a run must be averaged over the same runs: medians of the parts, which
+    have their slow moments in different runs, would add up to less than the whole.
+
+    >>> middle_half([5.0, 1.0, 3.0, 9.0, 4.0])
+    (2, 4, 0)
+    """
+    order = sorted(range(len(seconds)), key=lambda run: seconds[run])
+    quarter = len(order) // 4
+    return tuple(order[quarter : len(order) - quarter])
+
+
+def _means(seconds: Sequence[float], runs: int, kept: Sequence[int]) -> list[float]:
+    """Of each call of a run its mean over the runs that are kept."""
+    count = len(seconds) // runs
+    return [mean(seconds[run * count + call] for run in kept) for call in range(count)]

@@ -33,9 +33,10 @@ from autopar.runtime.batches import (
 )
 from autopar.runtime.changes import ModelChanges
 from autopar.runtime.clipping import GradientNorm, route_clipping
-from autopar.runtime.driving import Driver
+from autopar.runtime.driving import Driver, IdleDriver
 from autopar.runtime.failure import FailFast
 from autopar.runtime.fitting import how_fitted, larger_blocks
+from autopar.runtime.groups import GroupLease
 from autopar.runtime.inputs import StepInputs
 from autopar.runtime.model_step import ModelStep
 from autopar.runtime.optimizer_state import GroupNames
@@ -103,6 +104,7 @@ class Session:
         residents: Parameters and buffers in the module.
         planned: The programs of the planned call.
         driver: Answers what steps ask for.
+        lease: The process groups; None in a plain process.
         guard: Keeps optimizers with the parameters.
         changes: Finds what the user changes in the model.
         uncompiled: Gives the module its own class back while something is captured.
@@ -119,6 +121,7 @@ class Session:
         residents: Residents,
         planned: Variant,
         driver: Driver,
+        lease: GroupLease | None,
         guard: OptimizerGuard,
         changes: ModelChanges,
         uncompiled: Callable[[torch.nn.Module], AbstractContextManager[None]],
@@ -141,6 +144,7 @@ class Session:
             route_clipping(self.norm)
             draw_whole(residents.store, in_stages=plan.mesh.pp > 1)
         self.driver = driver
+        self._lease = lease
         self._guard = guard  # lives as long as the session: its hooks end with it
         self._changes = changes
         self._uncompiled = uncompiled
@@ -151,6 +155,14 @@ class Session:
         self._tangent = _FIRST_SCALE if captured.precision == "fp16" else 1.0
         self._overflow = SharedOverflow(guard, place) if place.is_distributed else None
         self._agreement = Agreement(place)
+
+    def close(self) -> None:
+        """Give back programs, threads and process groups; every rank calls it, between steps."""
+        self._variants.clear()
+        self.driver.close()
+        self.driver = IdleDriver()  # the other one holds the groups
+        if self._lease is not None:
+            self._lease.close()
 
     # ------------------------------------------------------------ calls
     def call(self, model: torch.nn.Module, call: ModelCall, *, with_loss: bool) -> object:

@@ -10,6 +10,7 @@ import torch
 from autopar.capture.calls import ModelCall
 from autopar.capture.tracing import Captured
 from autopar.errors import ConfigError, PlanError
+from autopar.host_memory import keep_freed_memory
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.runtime.batches import call_key
@@ -18,7 +19,7 @@ from autopar.runtime.distributed import Driver as TorchDriver
 from autopar.runtime.driving import Driver, IdleDriver, LoneDriver
 from autopar.runtime.failure import FailFast
 from autopar.runtime.gathering import keep_own_dtypes
-from autopar.runtime.groups import ProcessGroups, create_groups
+from autopar.runtime.groups import ProcessGroups, lease_groups
 from autopar.runtime.module import uncompiled
 from autopar.runtime.optimizers import OptimizerGuard
 from autopar.runtime.parameters import stage_mesh
@@ -60,6 +61,8 @@ def start_session(  # noqa: PLR0913
     """
     check_launch(plan.num_devices, place)
     check_model(plan, captured)
+    if place.device.type == "cpu":
+        keep_freed_memory()
     decisions = replace(
         decisions_of(plan, captured.graph),
         gather_outputs=gathered(captured, options, captured.training),
@@ -68,9 +71,10 @@ def start_session(  # noqa: PLR0913
         captured, decisions, plan, rank=place.rank, device=place.device,
         backward=captured.training,
     )  # fmt: skip
-    groups = None
+    lease = None
     if place.is_distributed:
-        groups = create_groups(plan.mesh, planned.local, place.device.type)
+        lease = lease_groups(plan.mesh, planned.local, place.device.type)
+    groups = None if lease is None else lease.groups
     key = call_key(Marks(modes_of(model), ()), call, backward=captured.training)
     residents, replaced = move_in(
         model,
@@ -93,6 +97,7 @@ def start_session(  # noqa: PLR0913
         residents=residents,
         planned=planned,
         driver=_driver(groups, place),
+        lease=lease,
         guard=guard,
         uncompiled=uncompiled,
         watch=watch,

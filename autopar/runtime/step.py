@@ -16,7 +16,7 @@ tensors: they are in :attr:`RankStep.buffers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,13 @@ class RankStep:
     """
 
     def __init__(
-        self, loaded: LoadedPrograms, rank: int, inputs: StepInputs, *, measure: bool = False
+        self,
+        loaded: LoadedPrograms,
+        rank: int,
+        inputs: StepInputs,
+        *,
+        measure: bool = False,
+        sums: Callable[[], Accumulator] = Accumulator,
     ) -> None:
         self.loaded = loaded
         self.local = loaded.local
@@ -75,7 +81,7 @@ class RankStep:
         self._compute: dict[int, Tensors] = {}
         self._prologue: dict[int, Tensors] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._unreduced: dict[int, Accumulator] = {s: Accumulator() for s in loaded.stages}
+        self._unreduced: dict[int, Accumulator] = {s: sums() for s in loaded.stages}
         self._varying = {
             r.target
             for r in self.local.results

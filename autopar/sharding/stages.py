@@ -9,6 +9,7 @@ needs it makes its own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -102,7 +103,7 @@ def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
         if node.op == "getitem":
             stage[node.name] = stage[node.refs()[0]]
         elif node.name in needed:
-            stage[node.name] = sum(start <= index for start in starts)
+            stage[node.name] = bisect_right(starts, index)
         else:
             stage[node.name] = _by_dataflow(node, stage, backward, last)
     return StageMap(stage, backward, needed, last + 1)

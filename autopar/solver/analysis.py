@@ -23,7 +23,12 @@ from autopar.solver.constraints import Constraints, parameter_experts, parameter
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
 from autopar.solver.splits_problem import SplitsProblem
-from autopar.solver.splits_structure import SplitsStructure, split_structure
+from autopar.solver.splits_structure import (
+    GraphFacts,
+    SplitsStructure,
+    graph_facts,
+    split_structure,
+)
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.memory import optimizer_state_bytes
 
@@ -78,6 +83,7 @@ class Analysis:
     _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
     _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
     _batch_size: int = 0
+    _facts: GraphFacts | None = None
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
     _problems: dict[tuple[int, int, int, int], SplitsProblem] = field(default_factory=dict)
@@ -324,8 +330,15 @@ class Analysis:
                 has_mb=sizes[0] > 1,
                 fixed=self.fixed,
                 gather_outputs=self.gathered,
+                facts=self._graph_facts(),
             )
         return self._structures[key]
+
+    def _graph_facts(self) -> GraphFacts:
+        """What all structures share."""
+        if self._facts is None:
+            self._facts = graph_facts(self.graph, self.gathered)
+        return self._facts
 
     def problem(self, sizes: tuple[int, int, int], zero_level: int) -> SplitsProblem:
         """The splits problem of one mesh, without a memory bound."""
@@ -334,14 +347,6 @@ class Analysis:
             request = self.request(sizes, zero_level)
             self._problems[key] = build_splits(request, self.prices(sizes))
         return self._problems[key]
-
-    def bounded_problem(
-        self, sizes: tuple[int, int, int], zero_level: int, *, in_flight: float, limit_bytes: int
-    ) -> SplitsProblem:
-        """The same with a bound on states and saved values."""
-        request = self.request(sizes, zero_level)
-        request = replace(request, in_flight=in_flight, limit_bytes=limit_bytes)
-        return build_splits(request, self.prices(sizes))
 
 
 def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:

@@ -23,7 +23,7 @@ from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
-from autopar.solver.recompute import MenuPoint, recompute_menu
+from autopar.solver.recompute import MENU_SIZE, MenuPoint, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
 from autopar.solver.splits import tp_choices
@@ -32,6 +32,7 @@ from autopar.solver.splits_structure import GroupKind, SplitsStructure
 from autopar.solver.stages_problem import BlockMenu, Option
 from cost_models.flops import OpClass, work_of
 
+FINE_MENU_SIZE = 24  # for a plan that is kept: between two points of a menu lies much memory
 KEPT_CLASSES = frozenset({OpClass.MATMUL, OpClass.ATTENTION, OpClass.CONV})
 
 
@@ -43,11 +44,23 @@ class BlockTable:
         menus: By block.
         boundary_bytes: Per boundary, bytes of a message forward and of one backward.
         recompute: Per block, option name -> forward operators whose values are not kept.
+        asked: What it was made from, for :meth:`BlockTables.finer`.
     """
 
     menus: tuple[BlockMenu, ...]
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
+    asked: _Asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Arguments of :meth:`BlockTables.table`."""
+
+    sizes: tuple[int, int, int]
+    problem: SplitsProblem
+    options: tuple[int, ...]
+    parameters: SplitsProblem | None
 
 
 class BlockTables:
@@ -73,6 +86,8 @@ class BlockTables:
         problem: SplitsProblem,
         options: tuple[int, ...],
         parameters: SplitsProblem | None = None,
+        *,
+        menu_size: int = MENU_SIZE,
     ) -> BlockTable:
         """Menus under a choice.
 
@@ -82,14 +97,15 @@ class BlockTables:
             options: The choice.
             parameters: The same problem with the parameters of the wanted mesh and ZeRO level;
                 ``problem`` if left out.
+            menu_size: Most options of a block.
         """
         structure = self._analysis.request(sizes, 0).structure
-        key = (sizes, options)
+        key = (sizes, options, menu_size)
         if key not in self._bases:  # the level changes parameters only
             prices = self._analysis.prices(sizes)
             made = _Table(
                 self._analysis, structure, prices, problem, options, self._localizer, sizes,
-                sent_from=self._sent_from,
+                sent_from=self._sent_from, menu_size=menu_size,
             )  # fmt: skip
             self._bases[key] = made.build()
         base = self._bases[key]
@@ -110,7 +126,17 @@ class BlockTables:
                 )
             )
         return BlockTable(
-            menus=tuple(menus), boundary_bytes=base.boundary_bytes, recompute=base.recompute
+            menus=tuple(menus),
+            boundary_bytes=base.boundary_bytes,
+            recompute=base.recompute,
+            asked=_Asked(sizes, problem, options, parameters),
+        )
+
+    def finer(self, table: BlockTable) -> BlockTable:
+        """The same with more options for each block."""
+        asked = table.asked
+        return self.table(
+            asked.sizes, asked.problem, asked.options, asked.parameters, menu_size=FINE_MENU_SIZE
         )
 
     def home(self, structure: SplitsStructure) -> Mapping[str, int]:
@@ -264,6 +290,7 @@ class _Table:
     given_s: dict[str, float] = field(default_factory=dict)  # of moving the graph's inputs
     sent_from: frozenset[str] = frozenset()
     remade_bytes: dict[int, int] = field(default_factory=dict)
+    menu_size: int = MENU_SIZE
 
     def build(self) -> _Base:
         for variable, at in zip(self.problem.variables, self.options, strict=True):
@@ -456,7 +483,7 @@ class _Table:
         self, problem: RecomputeProblem, block: int, word: str | None
     ) -> tuple[MenuPoint, ...]:
         if word is None:
-            return recompute_menu(problem)
+            return recompute_menu(problem, size=self.menu_size)
         names: Sequence[str] = ()
         if word != "none":
             names = self.localizer.candidates(block)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
-from autopar.sharding.propagate import AxisChoices
+from autopar.sharding.propagation import AxisChoices
 from autopar.sharding.signature import AxisStrategy
 from autopar.solver.analysis import Analysis
 from autopar.solver.pipeline_bound import Floor

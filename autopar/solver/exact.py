@@ -21,6 +21,7 @@ from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
+from cost_models.flops import tensors
 from cost_models.local import is_cpu
 from cost_models.memory_timeline import MemoryPoint, StageMemory, memory_timelines, order_timeline
 from cost_models.simulate import Simulation, StageSeconds, simulate
@@ -150,6 +151,9 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         busy = [_compute_s(stages, mesh, rank, count) for rank in range(mesh.pp)]
         comm_s = max(_comm_s(stages, mesh, rank, count) for rank in range(mesh.pp))
         makespan_s = setting.model.shared_step_s(makespan_s, busy, comm_s)
+        makespan_s += max(
+            _waiting_s(stages, setting, setting.model, rank, busy[rank]) for rank in range(mesh.pp)
+        )
         owned = [_num_owned(programs, mesh, rank) for rank in range(mesh.pp)]
         finish_s += setting.model.call_time_s(max(owned))
     return ExactFigures(
@@ -182,6 +186,32 @@ def _comm_s(
     times = [s.time for s in _stages_of(stages, mesh, rank)]
     once_s = sum(t.reduce_s + t.unshard_s for t in times)
     return once_s + num_microbatches * sum(t.forward_comm_s + t.backward_comm_s for t in times)
+
+
+def _waiting_s(
+    stages: Sequence[StageFigures],
+    setting: Setting,
+    model: HostCosts,
+    rank: int,
+    compute_s: float,
+) -> float:
+    """Seconds that a pipeline rank waits for slower ones in a step.
+
+    It meets its group at each collective of a micro-batch, at all that are issued together once,
+    and its neighbours at each message that it receives.
+    """
+    mesh, count = setting.mesh, setting.num_microbatches
+    own = _stages_of(stages, mesh, rank)
+    total_s = 0.0
+    for axis, size in (("dp", mesh.dp), ("tp", mesh.tp)):
+        totals = [t for stage in own for t in stage.collectives if t.axis == axis]
+        waits = sum(t.count for t in totals if t.where != "once per step")
+        waits += any(t.where == "once per step" for t in totals)
+        if size > 1 and waits:
+            total_s += model.waiting_s(size, waits, compute_s)
+    if mesh.pp > 1:
+        total_s += model.waiting_s(2, 2 * count * len(own), compute_s)
+    return total_s
 
 
 def _num_owned(programs: LocalPrograms, mesh: MeshShape, rank: int) -> int:
@@ -262,9 +292,12 @@ def _stage(
 
     forward = price(stage.forward, "forward", count)
     backward = price(stage.backward, "backward", count)
+    summed_s = _summing_seconds(stage, setting) * (count - 1) / count
     halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
     weight_s = price(halves.weights, "backward", count).total_s if halves is not None else 0.0
-    weight_s = min(weight_s, backward.total_s)  # views that are made again may have to copy
+    backward_s = backward.total_s + summed_s
+    # views that are made again may have to copy
+    weight_s = min(weight_s + summed_s, backward_s) if halves is not None else 0.0
     reduce = price(stage.reduce, "once per step", reduces, at_once)
     unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
@@ -280,7 +313,7 @@ def _stage(
         ActionKind.SYNC_TIED: tied_s,
     }
     seconds = StageSeconds(
-        forward_s=forward.total_s, backward_s=backward.total_s, once_s=once, weight_s=weight_s
+        forward_s=forward.total_s, backward_s=backward_s, once_s=once, weight_s=weight_s
     )
     held = stage_memory(
         programs,
@@ -297,7 +330,7 @@ def _stage(
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
-            backward_s=backward.total_s,
+            backward_s=backward_s,
             forward_comm_s=forward.comm_s,
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
@@ -329,6 +362,17 @@ def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> fl
     if isinstance(setting.model, HostCosts):
         update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
     return updated_bytes * setting.optimizer_s_per_byte if update_s is None else update_s
+
+
+def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
+    """Seconds of adding the gradients of one more micro-batch to those before."""
+    if not isinstance(setting.model, HostCosts):
+        return 0.0
+    graph = stage.reduce if setting.zero_levels[stage.index] >= 2 else stage.backward
+    metas = graph.metas()
+    values = [metas[o.value.name] for o in graph.outputs_of(OutputKind.GRAD) if o.value]
+    amounts = [t.bytes for t in tensors(values)]
+    return setting.model.accumulate_time_s(len(amounts), sum(amounts)) if amounts else 0.0
 
 
 def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:

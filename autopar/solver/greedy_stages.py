@@ -12,8 +12,10 @@ Source: ours; the exchange is the greedy solution of the linear multiple-choice 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from autopar.solver.stages_problem import (
     Option,
@@ -23,9 +25,12 @@ from autopar.solver.stages_problem import (
 )
 
 BISECTIONS = 28
+PRECISION = 1e-7  # of the bisection, relative
+GROWTH = 0.02  # first step of the search for a time that is possible, relative
 ROUNDING = 1e-9
 NEEDED_PRECISION = 1e-2
 FIT_TRIES = 4
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,78 +65,116 @@ class StageFiller:
         self.problem, self.fractional = problem, fractional
         self.flights = _mean_flights(problem) if by_turns else problem.in_flight
         kinds: dict[str, int] = {}
-        n = len(problem.blocks)
         self.kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
         self.menus = [next(b.options for b in problem.blocks if b.key == key) for key in kinds]
         self.start, self.steps = exchange_steps(self.menus)
-        self.state = [0] * (n + 1)
-        self.counts = [[0] * (n + 1) for _ in kinds]
-        for i, block in enumerate(problem.blocks):
-            self.state[i + 1] = self.state[i] + block.state_bytes
-            for k, row in enumerate(self.counts):
-                row[i + 1] = row[i] + (self.kind[i] == k)
+        first = [menu[at] for menu, at in zip(self.menus, self.start, strict=True)]
+        self.state = _sums(b.state_bytes for b in problem.blocks)
+        self.counts = [_sums(int(at == k) for at in self.kind) for k in range(len(kinds))]
+        self.fastest_s = _sums(first[k].total_s for k in self.kind)
+        self.saved = _sums(first[k].saved_bytes for k in self.kind)
+        self._exchanges = [(self.counts[s.kind], s.seconds, s.bytes) for s in self.steps]
+        pick = min if fractional else max
+        self.transients = [pick(o.transient_bytes for o in menu) for menu in self.menus]
         self.limits = _shares(problem, self.flights, by_leanest=by_leanest)
 
-    def time_s(self, low: int, high: int, stage: int) -> tuple[float, list[dict[int, float]]]:
-        """Least seconds of a run of blocks in a stage, infinite if it doesn't fit.
+    def time_s(self, low: int, high: int, stage: int) -> float:
+        """Least seconds of a run of blocks in a stage, infinite if it doesn't fit."""
+        time_s, flight = self.fastest_s[high] - self.fastest_s[low], self.flights[stage]
+        room = self._room(low, high, stage)
+        if room >= 0:
+            return time_s
+        for row, seconds, size in self._exchanges:
+            count = row[high] - row[low]
+            if not count:
+                continue
+            less = flight * size
+            if room + count * less < 0:  # all of them, and it is not enough
+                time_s += count * seconds
+                room += count * less
+                continue
+            moved = self._moved(room, count, less)
+            return time_s + moved * seconds
+        return time_s if room >= -1 else math.inf
 
-        Returns:
-            Seconds, and per kind how many blocks take each option.
-        """
-        counts = [row[high] - row[low] for row in self.counts]
-        picks = [{self.start[k]: float(c)} for k, c in enumerate(counts)]
-        time_s = sum(c * self.menus[k][self.start[k]].total_s for k, c in enumerate(counts))
-        flight = self.flights[stage]
-        room = self.limits[stage] - (self.state[high] - self.state[low])
-        room -= self._transient(counts)
-        room -= flight * sum(
-            c * self.menus[k][self.start[k]].saved_bytes for k, c in enumerate(counts)
-        )
+    def picks(self, low: int, high: int, stage: int) -> list[dict[int, float]]:
+        """Per kind how many blocks of a run take each option, for that time."""
+        found = [
+            {at: float(row[high] - row[low])}
+            for at, row in zip(self.start, self.counts, strict=True)
+        ]
+        room, flight = self._room(low, high, stage), self.flights[stage]
         for step in self.steps:
+            count = self.counts[step.kind][high] - self.counts[step.kind][low]
             if room >= 0:
                 break
-            if not counts[step.kind]:
-                continue
-            # steps of a kind are taken in order, each one by all its blocks before the next
-            wanted = -room / (flight * step.bytes)
-            wanted = wanted if self.fractional else float(math.ceil(wanted))
-            moved = min(float(counts[step.kind]), wanted)
-            row = picks[step.kind]
-            row[step.source] -= moved
-            row[step.option] = row.get(step.option, 0.0) + moved
-            time_s += moved * step.seconds
-            room += int(moved * flight * step.bytes)
-        return (time_s if room >= -1 else math.inf), picks
+            if count:
+                # steps of a kind are taken in order, each one by all its blocks before the next
+                moved = self._moved(room, count, flight * step.bytes)
+                row = found[step.kind]
+                row[step.source] -= moved
+                row[step.option] = row.get(step.option, 0.0) + moved
+                room += int(moved * flight * step.bytes)
+        return found
 
-    def _transient(self, counts: Sequence[int]) -> int:
-        if self.problem.virtual > 1:
-            return 0
-        pick = min if self.fractional else max
-        return max(
-            (pick(o.transient_bytes for o in self.menus[k]) for k, c in enumerate(counts) if c),
-            default=0,
-        )
+    def _moved(self, room: int, count: int, less: int) -> float:
+        """Blocks of a kind that take a step which gives each ``less`` bytes back."""
+        wanted = -room / less
+        return min(float(count), wanted if self.fractional else float(math.ceil(wanted)))
+
+    def _room(self, low: int, high: int, stage: int) -> int:
+        """Bytes that a run in a stage leaves if every block is as fast as it can be."""
+        room = self.limits[stage] - (self.state[high] - self.state[low])
+        if self.problem.virtual == 1:
+            largest = 0
+            for row, transient in zip(self.counts, self.transients, strict=True):
+                if transient > largest and row[high] > row[low]:
+                    largest = transient
+            room -= largest
+        return room - self.flights[stage] * (self.saved[high] - self.saved[low])
 
     def fill(self, slowest_s: float) -> list[int] | None:
         """Starts of stages 1, 2, ... if no stage needs more than ``slowest_s``."""
         n, stages = len(self.problem.blocks), self.problem.num_stages
-        starts, at = [], 0
+        most = self.problem.most_blocks
+        starts, at, guess = [], 0, n // stages
         for stage in range(stages):
             spare = stages - stage - 1  # the later stages need a block each
-            low, high = at, min(n - spare, at + self.problem.most_blocks)
-            if self.time_s(at, high, stage)[0] <= slowest_s:
-                low = high
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self.time_s(at, middle, stage)[0] <= slowest_s:
-                    low = middle
-                else:
-                    high = middle
+            last = min(n - spare, at + most)
+            low = self._furthest(at, last, stage, slowest_s, guess)
             if low == at:
                 return None
+            guess = low - at
             at = low
             starts.append(at)
         return starts[:-1] if at == n else None
+
+    def _furthest(self, at: int, last: int, stage: int, slowest_s: float, guess: int) -> int:
+        """End of the longest run from ``at`` on that takes at most ``slowest_s``."""
+        low, high = at, min(last, at + max(1, guess))
+        step = 1
+        while self.time_s(at, high, stage) <= slowest_s:
+            low = high
+            if high == last:
+                return last
+            high, step = min(last, high + step), 2 * step
+        while high - low > 1:
+            middle = max(low + 1, high - step) if high - low > 2 * step else (low + high) // 2
+            if self.time_s(at, middle, stage) <= slowest_s:
+                low = middle
+            else:
+                high, step = middle, 2 * step
+        return low
+
+    def slowest_s(self, starts: Sequence[int]) -> float:
+        """Seconds of the slowest stage under given starts."""
+        ends = [*starts, len(self.problem.blocks)]
+        return max(self.time_s(a, b, s) for s, (a, b) in enumerate(pairwise((0, *ends))))
+
+
+def _sums(values: Iterable[Number]) -> list[Number]:
+    """Sums of the first 0, 1, 2, ... values."""
+    return list(accumulate(values, initial=0))
 
 
 def _mean_flights(problem: StageProblem) -> tuple[int, ...]:
@@ -255,7 +298,7 @@ def _filled(filler: StageFiller) -> tuple[tuple[int, ...], tuple[int, ...]] | No
     ends = [*starts, len(problem.blocks)]
     low = 0
     for stage, high in enumerate(ends):
-        _, picks = filler.time_s(low, high, stage)
+        picks = filler.picks(low, high, stage)
         left = [{o: round(c) for o, c in row.items()} for row in picks]
         for i in range(low, high):
             row = left[filler.kind[i]]
@@ -297,11 +340,22 @@ def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
     found = filler.fill(low)
     if found is not None:
         return low, found
+    step_s = GROWTH * low
+    while low + step_s < high:  # the answer is near the mean as a rule
+        found = filler.fill(low + step_s)
+        if found is not None:
+            high, best = low + step_s, found
+            break
+        low, step_s = low + step_s, 2 * step_s
     for _ in range(BISECTIONS):
+        if high - low <= PRECISION * high:
+            break
         middle = (low + high) / 2
         found = filler.fill(middle)
         if found is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = min(middle, filler.slowest_s(found)), found
+            if high <= low:
+                break
     return (low if filler.fractional else high), best

@@ -1,16 +1,20 @@
 """Uses the memory that estimates leave: less is made again where exact figures have room.
 
 Stages are cut under estimated bytes, which add the largest transient of any block to all that is
-kept; the exact peak differs. The limit of the estimate is moved by that difference and options are
-chosen anew for the same cuts, a few times. The fastest choice that fits counts.
+kept, and with few options for each block. For the cuts that are chosen, options are chosen anew:
+from finer menus, and by when their bytes are alive (:mod:`autopar.solver.reopen`). What the exact
+peak still differs by moves the limit, a few times. The fastest choice that fits counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.solver.assemble import Outcome
-from autopar.solver.ranking import Misfit, Ranked, Ranker
+from autopar.solver.ranking import Ranked, Ranker
+from autopar.solver.reopen import best_options, needed_bytes
+from autopar.solver.stages_problem import memory_bytes, surrogate_s
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least
@@ -31,32 +35,59 @@ def loosened(
         ranker: Cuts stages.
         limit_bytes: Memory of a device.
     """
-    best = last = outcome
+    best = outcome
+    if set(best.ranked.recompute_words) == {"none"} or all(
+        len(block.options) == 1 for block in best.ranked.stage_problem.blocks
+    ):
+        return best
+    table = ranker.tables.finer(best.ranked.table)
+    fine = replace(
+        best.ranked,
+        table=table,
+        stage_problem=replace(best.ranked.stage_problem, blocks=table.menus),
+    )
     step = int(limit_bytes * STEP)
-    fits, exceeds = max(outcome.ranked.stages.memory_bytes), 0
+    fits, exceeds, wide = 0, 0, limit_bytes
     for _ in range(TRIES):
-        blocks = last.ranked.stage_problem.blocks
-        if set(best.ranked.recompute_words) == {"none"} or all(len(b.options) == 1 for b in blocks):
+        found = _reopened(fine, ranker, wide)
+        if found is None:
             return best
+        last = evaluate(found)
+        if last.fits:
+            fits = wide
+            if last.figures.step_s < best.figures.step_s:
+                best = last
+        else:
+            exceeds = wide
         wide = max(limit_bytes - _excess_bytes(last), fits + step)
         if exceeds:
             wide = min(wide, exceeds - step)
-        if wide <= fits:
+        if wide <= fits or set(best.ranked.recompute_words) == {"none"}:
             return best
-        found = ranker.reopened(best.ranked, wide)
-        if isinstance(found, Misfit):
-            return best
-        last = evaluate(found)
-        if not last.fits:
-            exceeds = wide
-            continue
-        fits = wide
-        if last.figures.step_s < best.figures.step_s:
-            best = last
     return best
+
+
+def _reopened(ranked: Ranked, ranker: Ranker, limit_bytes: int) -> Ranked | None:
+    """The same cuts with options chosen anew under a limit; None if nothing fits."""
+    problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
+    starts = ranked.stages.starts
+    options = best_options(problem, starts)
+    if options is None:
+        return None
+    stages = replace(
+        ranked.stages,
+        options=options,
+        objective_s=surrogate_s(problem, starts, options),
+        bound_s=0.0,
+        memory_bytes=memory_bytes(problem, starts, options),
+        is_optimal=False,
+    )
+    return ranker.estimated(replace(ranked, stage_problem=problem, stages=stages))
 
 
 def _excess_bytes(outcome: Outcome) -> int:
     """The most by which a rank's exact peak exceeds its estimate; negative if all are below."""
-    estimates, peaks = outcome.ranked.stages.memory_bytes, outcome.figures.rank_bytes
-    return max(b - a for a, b in zip(estimates, peaks, strict=True))
+    ranked = outcome.ranked
+    stages = ranked.stages
+    estimates = needed_bytes(ranked.stage_problem, stages.starts, stages.options)
+    return max(b - a for a, b in zip(estimates, outcome.figures.rank_bytes, strict=True))

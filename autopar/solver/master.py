@@ -71,8 +71,14 @@ class Space(Protocol[S_contra, C, V_co]):
         """Levels of effort of :meth:`bound_s`."""
         ...
 
-    def bound_s(self, shape: S_contra, effort: int) -> float:
-        """No plan of the shape is faster in the simulator; infinite if there is none."""
+    def bound_s(self, shape: S_contra, effort: int, enough_s: float) -> float:
+        """No plan of the shape is faster in the simulator; infinite if there is none.
+
+        Args:
+            shape: The shape.
+            effort: From 0 to ``efforts - 1``.
+            enough_s: A bound from here on need not be sharper.
+        """
         ...
 
     def open(self, shape: S_contra, best_s: float) -> C | None:
@@ -88,8 +94,13 @@ class Space(Protocol[S_contra, C, V_co]):
         """A better plan of the same shape, or the same."""
         ...
 
-    def model_bound_s(self, candidate: C) -> float:
-        """No plan of the candidate's shape and splits has a better estimate."""
+    def model_bound_s(self, candidate: C, enough_s: float) -> float:
+        """No plan of the candidate's shape and splits has a better estimate.
+
+        Args:
+            candidate: A candidate.
+            enough_s: A bound from here on need not be sharper.
+        """
         ...
 
     def judge(self, candidate: C) -> V_co:
@@ -181,7 +192,7 @@ class Master(Generic[S, C, V]):
     # -- opening -------------------------------------------------------------------------------
     def _add(self, shapes: Iterable[S]) -> None:
         for shape in shapes:
-            bound_s = self.space.bound_s(shape, 0)
+            bound_s = self.space.bound_s(shape, 0, inf)
             self._num_shapes += 1
             if isfinite(bound_s):
                 heapq.heappush(self._heap, (bound_s, self._num_shapes, 0, shape))
@@ -199,7 +210,7 @@ class Master(Generic[S, C, V]):
                 break
             heapq.heappop(self._heap)
             if effort + 1 < self.space.efforts:
-                sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1))
+                sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1, best_s))
                 if isfinite(sharper_s):
                     heapq.heappush(self._heap, (sharper_s, index, effort + 1, shape))
                 continue
@@ -258,7 +269,7 @@ class Master(Generic[S, C, V]):
         if row.bound_s >= (1 - MODEL_GAP) * best_s:
             return row.bound_s
         if not row.is_modelled:
-            row.model_bound_s = self.space.model_bound_s(row.candidate)
+            row.model_bound_s = self.space.model_bound_s(row.candidate, best_s)
             row.is_modelled = True
         return max(row.bound_s, min(row.model_bound_s, row.candidate.estimate_s))
 

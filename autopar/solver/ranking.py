@@ -7,12 +7,15 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 1. the same with once-per-step work and memory, over all cuts and all recomputing
    (:mod:`autopar.solver.pipeline_bound`);
 2. the same with operators on its own micro-batches;
-3. the same with what its mixed-integer program adds: no choice of splits has less work.
+3. the same with what its mixed-integer program adds: no choice of splits has less work;
+4. how long ranks wait for each other in its order, where a rank has several stages
+   (:mod:`autopar.solver.path_bound`).
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -25,8 +28,10 @@ from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, p
 from autopar.solver.bodies import Bodies, Body
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.recompute_blocks import BlockLocalizer
+from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
     ChosenOrder,
     alive_of,
@@ -52,9 +57,9 @@ from autopar.solver.stages_problem import (
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 4
+EFFORTS = 5
+NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
-REOPEN_WORK_LIMIT = 0.5  # deterministic seconds: with its cuts given a problem is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +144,7 @@ class Ranker:
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
-    _bounded: dict[tuple[Sizes, int, int], tuple[SplitsProblem, SplitsSolution] | None] = field(
-        default_factory=dict
-    )
+    _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _flights: dict[object, _Alive] = field(default_factory=dict)
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
@@ -164,12 +167,13 @@ class Ranker:
         self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
 
     # -- bounds --------------------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:
         """A lower bound of the simulated step; infinite if the shape can't fit.
 
         Args:
             shape: The shape.
             effort: From 0 to ``EFFORTS - 1``.
+            enough_s: A bound from here on need not be sharper.
 
         Raises:
             ShardingError: The batch can't be cut so.
@@ -184,6 +188,8 @@ class Ranker:
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
+        if effort > 3:
+            return self._waiting_s(shape, body, enough_s)
         return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
     def _best_level_s(
@@ -194,6 +200,25 @@ class Ranker:
             bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
             if bound.may_beat(found):
                 found = min(found, bound.least_s())
+        return found
+
+    def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
+        """With what ranks wait for each other, where there are several stages per rank."""
+        if shape.mesh.virtual == 1:
+            return 0.0
+        rows = []
+        for level in self._levels(shape):
+            problem = self._relaxed(shape, level, body)
+            rows.append((self._pipeline(shape, problem, body.floor).least_s(), level, problem))
+        found = math.inf
+        for least_s, level, problem in sorted(rows, key=lambda row: row[:2]):
+            if least_s >= min(found, enough_s):
+                return min(found, least_s)
+            reduces = shape.num_microbatches if level >= 2 else 1
+            bound = PathBound(
+                problem, shape.warmup, body.floor, knows_halves=False, num_reduces=reduces
+            )
+            found = min(found, max(least_s, bound.least_s(min(found, enough_s))))
         return found
 
     def _quick_s(self, shape: Shape) -> float:
@@ -273,9 +298,18 @@ class Ranker:
             least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
         )
 
-    def model_bound_s(self, ranked: Ranked) -> float:
-        """A lower bound of the estimate of a shape under the splits that were chosen."""
-        return self._pipeline(ranked.shape, ranked.stage_problem).least_s()
+    def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
+        """A lower bound of the estimate of a shape under the splits that were chosen.
+
+        Args:
+            ranked: The shape and its splits.
+            enough_s: A bound from here on need not be sharper.
+        """
+        problem = ranked.stage_problem
+        least_s = self._pipeline(ranked.shape, problem).least_s()
+        if problem.virtual > 1 and least_s < enough_s:
+            least_s = max(least_s, PathBound(problem, ranked.shape.warmup).least_s(enough_s))
+        return least_s
 
     def _pipeline(
         self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
@@ -312,18 +346,22 @@ class Ranker:
 
     def rank(
         self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be tighter than the real one.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
+
+        Returns:
+            None if no cuts under these splits come near to the plan that is known.
         """
         limit = limit_bytes or self.limit_bytes
         body = self.bodies.body(shape.sizes)
         chosen = self.bodies.solved(body)
         best: Ranked | None = None
+        found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
         for level in self._levels(shape):
@@ -334,8 +372,10 @@ class Ranker:
                 # the body has no ZeRO: gradients may not reach the shards that this level stores
                 found = self._cut_own(shape, level, limit)
             else:
-                table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
-                found = self._cut(shape, level, limit, table, parameters, chosen, best_s=best_s)
+                known_s = min(best_s, best.estimate_s) if best is not None else best_s
+                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
+            if found is None:
+                continue
             if isinstance(found, Misfit):
                 misfits.append(found)
                 continue
@@ -345,10 +385,11 @@ class Ranker:
         if best is not None:
             return best
         for misfit in misfits:
-            found = self._leaner(misfit, body, limit, best_s)
+            known_s = min(best_s, best.estimate_s) if best is not None else best_s
+            found = self._leaner(misfit, body, limit, known_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
-        return best or min(misfits, key=lambda m: m.least_bytes)
+        return best or min(misfits, key=lambda m: m.least_bytes, default=None)
 
     def _levels(self, shape: Shape) -> tuple[int, ...]:
         """ZeRO levels to try, fastest first."""
@@ -379,28 +420,69 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = self.analysis.bounded_problem(
-                shape.sizes, level, in_flight=0.0, limit_bytes=room
-            )
+            problem = replace(self._of_step(shape, level, body), limit_bytes=room)
             try:
                 self.num_split_solves += 1
-                self._bounded[key] = (problem, solve_splits(problem))
+                self._bounded[key] = solve_splits(problem)
             except InfeasibleError:
                 pass
-        leaner = self._bounded[key]
-        if leaner is None:
+        chosen = self._bounded[key]
+        if chosen is None:
             return misfit
-        problem, chosen = leaner
-        table = self.tables.table(shape.sizes, problem, chosen.options)
-        return self._cut(shape, level, limit_bytes, table, problem, chosen)
+        parameters = self.parameters(shape.sizes, level, body)
+        found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
+        return misfit if found is None else found
+
+    def _of_step(self, shape: Shape, level: int, body: Body) -> SplitsProblem:
+        """The problem of a shape: its body's, with as many micro-batches as it has."""
+        problem = self.parameters(shape.sizes, level, body)
+        share = shape.num_microbatches / body.problem.num_microbatches
+        variables = tuple(
+            v
+            if v.is_once or share == 1
+            else replace(
+                v,
+                options=tuple(
+                    replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
+                ),
+            )
+            for v in problem.variables
+        )
+        return replace(problem, variables=variables)
+
+    def _with_splits(
+        self,
+        shape: Shape,
+        level: int,
+        limit_bytes: int,
+        body: Body,
+        chosen: SplitsSolution,
+        parameters: SplitsProblem,
+        best_s: float,
+    ) -> Ranked | Misfit | None:
+        """A shape with given splits of its body, None if it can't come near what is known.
+
+        Menus are made only where least work and the splits' own parameters leave hope.
+        """
+        if not math.isinf(best_s):
+            home = self.tables.home(body.structure)
+            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            menus = _with_costs(body.least, costs, 1)
+            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            bound = self._pipeline(shape, least, body.floor)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, least)
+        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+        return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
         limit = ranked.stage_problem.limit_bytes
         better = self._cut_own(ranked.shape, ranked.zero_level, limit)
-        return ranked if isinstance(better, Misfit) else better
+        return better if isinstance(better, Ranked) else ranked
 
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit:
+    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
@@ -420,7 +502,9 @@ class Ranker:
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
-        """The same shape, level and splits with cuts by CP-SAT under a limit.
+        """The same shape, level and splits with better cuts under a limit.
+
+        By CP-SAT, or by moving blocks where ranks have several stages each.
 
         Args:
             ranked: From :meth:`rank`.
@@ -428,23 +512,13 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        stages = solve_stages(problem)
+        if problem.virtual > 1:
+            stages = Recut(problem).improved(ranked.stages.starts)
+        else:
+            stages = solve_stages(problem)
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
-        return self._estimated(replace(ranked, stage_problem=problem, stages=stages))
-
-    def reopened(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
-        """The same cuts with options chosen anew under another limit, from the ones it has."""
-        old, stages = ranked.stage_problem, ranked.stages
-        problem = replace(old, limit_bytes=limit_bytes, fixed_starts=stages.starts)
-        self.num_stage_solves += 1
-        found = solve_stages(
-            problem, work_limit=REOPEN_WORK_LIMIT, start=(stages.starts, stages.options)
-        )
-        problem = replace(problem, fixed_starts=old.fixed_starts)
-        if found is None:
-            return Misfit(ranked.shape, ranked.zero_level, problem)
-        return self._estimated(replace(ranked, stage_problem=problem, stages=found))
+        return self.estimated(replace(ranked, stage_problem=problem, stages=stages))
 
     def _cut(
         self,
@@ -456,8 +530,13 @@ class Ranker:
         chosen: SplitsSolution,
         *,
         best_s: float = math.inf,
-    ) -> Ranked | Misfit:
+    ) -> Ranked | Misfit | None:
         stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        if not math.isinf(best_s):
+            bound = self._pipeline(shape, stage_problem)
+            if not bound.may_beat(NEAR * best_s):
+                fits = bound.may_beat(sys.float_info.max)
+                return None if fits else Misfit(shape, level, stage_problem)
         stages = self._stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
@@ -471,9 +550,9 @@ class Ranker:
             stages=stages,
             estimate_s=stages.objective_s,
         )
-        return self._estimated(ranked, best_s)
+        return self.estimated(ranked, best_s)
 
-    def _estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
+    def estimated(self, ranked: Ranked, best_s: float = math.inf) -> Ranked:
         """In its best order, with its simulated time: surrogates flatter uneven stages."""
         shape = ranked.shape
         found = best_order(
@@ -556,6 +635,8 @@ class Ranker:
         if len(problem.blocks) < problem.num_stages:
             return None
         found = first_choice(problem)
+        if found is None and problem.virtual > 1:
+            return Recut(problem, max_trials=1).improved(even_starts(problem))
         if found is None:
             return None
         starts, options = found

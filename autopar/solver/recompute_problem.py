@@ -272,7 +272,7 @@ def _peak_bytes(
         problem: The block.
         order: The operators.
         given: Storages that are there at first and die at their last use.
-        held: Storages whose bytes are counted elsewhere.
+        held: Storages whose bytes are counted elsewhere, also before they are made.
         roots: Values that stay to the end.
     """
     stay = {s for root in roots for s in problem.holds(root)} | set(held)
@@ -287,12 +287,15 @@ def _peak_bytes(
     dying: dict[int, list[int]] = {}
     for storage, position in last.items():
         dying.setdefault(position, []).append(storage)
-    live = peak = 0
+    made = {s for index in order for s in problem.ops[index].makes}
+    live, peak = -sum(problem.kept_bytes[s] for s in made & set(held)), 0
     alive: set[int] = set()
     for position, index in enumerate(order):
         op = problem.ops[index]
         for storage in op.makes:
-            if storage not in held:
+            if storage in held:
+                live += problem.kept_bytes[storage]
+            else:
                 live += problem.storage_bytes[storage]
                 alive.add(storage)
         peak = max(peak, live + op.workspace_bytes)

@@ -19,19 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import (
-    Alive,
-    Compute,
-    Order,
-    action_lists,
-    alive_together,
-    in_flight,
-)
+from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.constraints import Constraints
+from autopar.solver.order_times import flights_of, step_s
 from autopar.solver.stages_problem import StageProblem, StageSolution, bounds, memory_bytes
-from cost_models.simulate import StageSeconds, simulate
+from cost_models.simulate import StageSeconds
 
 STEADY_ROUNDS = 3
 """Rounds of micro-batches through the pipeline after which a step repeats itself."""
@@ -63,15 +56,7 @@ def flights(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Most micro-batches alive at once, by stage."""
-    order = order_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)
-    return tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
-
-
-def _rows(order: Order, mesh: MeshShape) -> Iterator[tuple[int, tuple[Compute, ...]]]:
-    """The row in which each stage is computed."""
-    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
-    for stage in range(mesh.num_stages):
-        yield stage, order[rank_of[stage]]
+    return flights_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)[0]
 
 
 def _enough(
@@ -91,16 +76,7 @@ def alive_of(
 
     Empty where each rank has one stage and whole backwards: then what is in flight tells it all.
     """
-    count = _enough(schedule, mesh, count, warmup)
-    return _alive_of(schedule, mesh, order_of(schedule, mesh, count, warmup))
-
-
-def _alive_of(
-    schedule: ScheduleKind, mesh: MeshShape, order: Order
-) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
-    if mesh.virtual == 1 and not schedule.splits_backward:
-        return ()
-    return alive_together(order)
+    return flights_of(schedule, mesh, _enough(schedule, mesh, count, warmup), warmup)[1]
 
 
 def is_open_order(schedule: ScheduleKind, mesh: MeshShape, wish: Constraints) -> bool:
@@ -207,10 +183,8 @@ def _tried(
     stages: StageSolution,
 ) -> ChosenOrder:
     count = problem.num_microbatches
-    enough = _enough(kind, mesh, count, warmup)
-    order = order_of(kind, mesh, enough, warmup)
-    alive = tuple(in_flight((row,), s) for s, row in _rows(order, mesh))
-    tried = replace(problem, schedule=kind, in_flight=alive, together=_alive_of(kind, mesh, order))
+    alive, together = flights_of(kind, mesh, _enough(kind, mesh, count, warmup), warmup)
+    tried = replace(problem, schedule=kind, in_flight=alive, together=together)
     return ChosenOrder(
         schedule=kind,
         warmup=warmup,
@@ -231,25 +205,36 @@ def simulated_s(
     A step of many micro-batches is periodic after some rounds: what follows is added, not run. The
     optimizer's seconds are added last.
     """
-    kind, count = problem.schedule, problem.num_microbatches
-    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
-    enough = rounds * mesh.pp + count % mesh.pp
-    run = _Run(mesh, problem, solution, receives_ahead(warmup))
-    if count <= enough + 2 * mesh.pp:
-        return run.step_s(order_of(kind, mesh, count, warmup))
-    first_s, second_s = (
-        run.step_s(order_of(kind, mesh, n, warmup)) for n in (enough, enough + mesh.pp)
+    kind = problem.schedule
+    run = _Run(mesh, problem, solution)
+    return (
+        sum(weight * run.step_s(kind, n, warmup) for n, weight in sampled_counts(problem, warmup))
+        + run.update_s
     )
-    return first_s + (count - enough) / mesh.pp * (second_s - first_s)
+
+
+def sampled_counts(
+    problem: StageProblem, warmup: tuple[int, ...] | None = None
+) -> tuple[tuple[int, float], ...]:
+    """Numbers of micro-batches and weights whose weighted steps are the step of all of them.
+
+    One number where there are few; else two a round apart, since a step is periodic after some
+    rounds.
+    """
+    count, pp = problem.num_microbatches, problem.pp
+    rounds = STEADY_ROUNDS + (problem.virtual > 1) + (warmup is not None)
+    enough = rounds * pp + count % pp
+    if count <= enough + 2 * pp:
+        return ((count, 1.0),)
+    more = (count - enough) / pp
+    return (enough, 1.0 - more), (enough + pp, more)
 
 
 class _Run:
     """Estimated stages, to be run in any order."""
 
-    def __init__(
-        self, mesh: MeshShape, problem: StageProblem, solution: StageSolution, ahead: int
-    ) -> None:
-        self._mesh, self._problem, self._ahead = mesh, problem, ahead
+    def __init__(self, mesh: MeshShape, problem: StageProblem, solution: StageSolution) -> None:
+        self._mesh = mesh
         blocks = problem.blocks
         chosen = [b.options[o] for b, o in zip(blocks, solution.options, strict=True)]
         runs = bounds(solution.starts, len(blocks))
@@ -269,7 +254,7 @@ class _Run:
                 )
             )
         update = [sum(b.update_s for b in blocks[low:high]) for low, high in runs]
-        self._update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
+        self.update_s = max(sum(update[s] for s in mesh.stages_of(d)) for d in range(mesh.pp))
         self._links: dict[tuple[int, int], float] = {}
         # a message is the mean of both ways
         ways = 1 if problem.schedule is not ScheduleKind.FORWARD else 2
@@ -277,14 +262,6 @@ class _Run:
             seconds = ways * problem.boundary_s[start - 1]
             self._links[s - 1, s] = self._links[s, s - 1] = seconds
 
-    def step_s(self, order: Order) -> float:
-        """Seconds of a step in an order."""
-        mesh = self._mesh
-        lists = action_lists(
-            order,
-            mesh,
-            forward_edges=[(s - 1, s) for s in range(1, mesh.num_stages)],
-            backward_edges=[(s, s - 1) for s in range(1, mesh.num_stages)],
-            prefetch=self._ahead,
-        )
-        return simulate(lists, self._seconds, p2p_s=self._links).makespan_s + self._update_s
+    def step_s(self, kind: ScheduleKind, count: int, warmup: tuple[int, ...] | None) -> float:
+        """Seconds of a step in an order, before the optimizer's."""
+        return step_s(kind, self._mesh, count, warmup, self._seconds, self._links)

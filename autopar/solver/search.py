@@ -213,10 +213,10 @@ class _Search:
         return monotonic() - self._begin_s > patience * self.time_limit_s
 
     # -- what the master asks ------------------------------------------------------------------
-    def bound_s(self, shape: Shape, effort: int) -> float:
+    def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
         try:
-            return self._ranker.bound_s(shape, effort)
+            return self._ranker.bound_s(shape, effort, enough_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
@@ -229,6 +229,9 @@ class _Search:
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
+        if found is None:
+            self.progress(f"{shape}: slower than what is known")
+            return None
         if isinstance(found, Misfit):
             self.misfits.append(found)
             self.progress(f"{shape}: does not fit")
@@ -238,10 +241,8 @@ class _Search:
         return found
 
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, cuts by CP-SAT."""
+        """Splits for just this shape, better cuts."""
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        if candidate.shape.mesh.virtual > 1:
-            return best  # the greedy's even stages are what ranks in step need
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
 
@@ -254,9 +255,9 @@ class _Search:
         """Sort key, best first."""
         return _preference(candidate)
 
-    def model_bound_s(self, candidate: Ranked) -> float:
+    def model_bound_s(self, candidate: Ranked, enough_s: float) -> float:
         """A lower bound of the estimate of a candidate's shape and splits."""
-        return self._ranker.model_bound_s(candidate)
+        return self._ranker.model_bound_s(candidate, enough_s)
 
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -278,13 +279,14 @@ class _Search:
                     outcome.figures.rank_bytes, outcome.ranked.stages.memory_bytes, strict=True
                 )
             )
+            found: Ranked | Misfit | None
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
             found = ranker.refine(outcome.ranked, limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 found = ranker.rank(ranked.shape, limit_bytes=limit)
-            if isinstance(found, Misfit):
+            if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
         self.progress(

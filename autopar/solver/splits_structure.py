@@ -111,6 +111,70 @@ def summed_meta(parameter: TensorMeta) -> TensorMeta:
     return TensorMeta(parameter.shape, sum_dtype(parameter.dtype))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """What structures of one graph share, whatever the data splits.
+
+    Attributes:
+        nodes: Operators by name.
+        metas: Global metas of values with one result.
+        keys: ``getitem`` -> the result that it picks.
+        backward: Operators of the backward pass.
+        wanted: Operators that some result depends on.
+        read: Names that these read.
+        used: Operator with several results -> those that somebody wants.
+        saved: Results that forward keeps for backward: what backward reads, views resolved.
+    """
+
+    nodes: Mapping[str, Node]
+    metas: Mapping[str, TensorMeta]
+    keys: Mapping[str, str]
+    backward: frozenset[str]
+    wanted: set[str]
+    read: set[str]
+    used: Mapping[str, frozenset[int]]
+    saved: set[str]
+
+
+def graph_facts(graph: Graph, gather_outputs: frozenset[str] = frozenset()) -> GraphFacts:
+    """The facts of a graph.
+
+    Args:
+        graph: The joint graph.
+        gather_outputs: Outputs that are returned whole.
+    """
+    stage_map = assign_stages(graph, ())
+    wanted = stage_demands(graph, stage_map, gather_outputs)[0].wanted
+    keys, nodes, backward = value_keys(graph), graph.node_map(), stage_map.backward
+    used: dict[str, set[int]] = {}
+    for name, key in keys.items():
+        if name in wanted:
+            base, _, index = key.partition("#")
+            used.setdefault(base, set()).add(int(index))
+    read: set[str] = set()
+    saved: set[str] = set()
+    for node in graph.nodes:
+        if node.name not in wanted:
+            continue
+        read.update(node.refs())
+        for ref in node.refs() if node.name in backward else ():
+            name = ref
+            while name in nodes and nodes[name].op in VIEW_OPS and name not in keys:
+                name = nodes[name].refs()[0]
+            if name in nodes and name not in backward:
+                saved.add(keys.get(name, name))
+    return GraphFacts(
+        nodes=nodes,
+        metas={n: m for n, m in graph.metas().items() if isinstance(m, TensorMeta)},
+        keys=keys,
+        backward=backward,
+        wanted=wanted,
+        read=read,
+        used={name: frozenset(results) for name, results in used.items()},
+        saved=saved,
+    )
+
+
 def split_structure(
     graph: Graph,
     chain: BlockChain,
@@ -119,6 +183,7 @@ def split_structure(
     has_mb: bool,
     fixed: Mapping[str, Placement] | None = None,
     gather_outputs: frozenset[str] = frozenset(),
+    facts: GraphFacts | None = None,
 ) -> SplitsStructure:
     """The structure of a graph.
 
@@ -129,8 +194,10 @@ def split_structure(
         has_mb: Whether ``mb`` splits.
         fixed: Inputs whose placement is given: they are decided with their likes only.
         gather_outputs: Outputs that are returned whole.
+        facts: Of the graph, if they are known.
     """
-    return _Maker(graph, chain, data, has_mb, fixed or {}, gather_outputs).make()
+    known = facts or graph_facts(graph, gather_outputs)
+    return _Maker(graph, chain, data, has_mb, fixed or {}, gather_outputs, known).make()
 
 
 @dataclass(slots=True)
@@ -141,34 +208,33 @@ class _Maker:
     has_mb: bool
     fixed: Mapping[str, Placement]
     gather_outputs: frozenset[str]
+    facts: GraphFacts
     groups: list[Group] = field(default_factory=list)
     group_of: dict[str, int] = field(default_factory=dict)
     readers: dict[str, list[Reader]] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
-    wanted: set[str] = field(default_factory=set)
-    backward: frozenset[str] = frozenset()
+    keys: Mapping[str, str] = field(init=False)
     _table: dict[Hashable, int] = field(default_factory=dict)
+    _cut_of: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    _by_id: dict[int, int] = field(default_factory=dict)
+    _numbers: dict[Choice, int] = field(default_factory=dict)
+    _readers: dict[tuple[int, int, Pass], Reader] = field(default_factory=dict)
 
     def make(self) -> SplitsStructure:
-        stage_map = assign_stages(self.graph, ())
-        self.backward = stage_map.backward
-        self.wanted = stage_demands(self.graph, stage_map, self.gather_outputs)[0].wanted
-        self.keys = value_keys(self.graph)
-        nodes = self.graph.node_map()
-        metas = {n: m for n, m in self.graph.metas().items() if isinstance(m, TensorMeta)}
+        facts = self.facts
+        self.keys = facts.keys
         body, prologue = self._runs()
         self._inputs()
         wholes = self._wholes()
-        self._operators(body, prologue, self._saved(nodes))
+        self._operators(body, prologue)
         charges = self._outputs()
         return SplitsStructure(
             groups=tuple(self.groups),
-            flows=(*self._flows(nodes, metas), *self._links(wholes, metas)),
+            flows=(*self._flows(), *self._links(wholes, facts.metas)),
             charges=charges,
-            metas=metas,
-            nodes=nodes,
+            metas=facts.metas,
+            nodes=facts.nodes,
             wholes=wholes,
-            backward=self.backward,
+            backward=facts.backward,
             has_mb=self.has_mb,
         )
 
@@ -182,8 +248,26 @@ class _Maker:
         self.group_of[name] = at
         return at
 
-    def _data_key(self, name: str) -> tuple[Choice | None, ...]:
-        return tuple(self.data.get(a, {}).get(name) for a in ("mb", "dp"))
+    def _data_key(self, name: str) -> tuple[int, int]:
+        """Which splits over ``mb`` and ``dp`` a value has, as numbers."""
+        return (self._number(self._over_mb.get(name)), self._number(self._over_dp.get(name)))
+
+    def _number(self, choice: Choice | None) -> int:
+        if choice is None:
+            return -1
+        known = self._by_id.get(id(choice))  # equal ones are one object as a rule
+        if known is None:
+            known = self._numbers.setdefault(choice, len(self._numbers))
+            self._by_id[id(choice)] = known
+        return known
+
+    @property
+    def _over_mb(self) -> Mapping[str, Choice]:
+        return self.data.get("mb", {})
+
+    @property
+    def _over_dp(self) -> Mapping[str, Choice]:
+        return self.data.get("dp", {})
 
     # -- what runs when ------------------------------------------------------------------------
     def _mb(self, name: str) -> Placement:
@@ -193,49 +277,46 @@ class _Maker:
 
     def _cuts(self, node: Node) -> tuple[bool, ...]:
         """Per operand, whether the micro-batch can't make it and the prologue has to."""
+        known = self._cut_of.get(node.name)
+        if known is None:
+            known = self._cut_of[node.name] = self._find_cuts(node)
+        return known
+
+    def _find_cuts(self, node: Node) -> tuple[bool, ...]:
         if not self.has_mb or node.op == "getitem":
             return (False,) * len(node.refs())
-        choice = self.data.get("mb", {}).get(node.name)
+        choice = self._over_mb.get(node.name)
         cuts = []
         for operand, ref in enumerate(node.refs()):
             want = choice.inputs[operand] if isinstance(choice, AxisStrategy) else R
             have = self._mb(ref)
-            cuts.append(have != want and not isinstance(have, Replicate))
+            cuts.append(have is not want and not isinstance(have, Replicate) and have != want)
         return tuple(cuts)
 
     def _runs(self) -> tuple[set[str], set[str]]:
         """Operators of the forward and backward programs, and of the prologue."""
         if not self.has_mb:
-            return self.wanted, set()
-        body = {o.value.name for o in self.graph.outputs if o.value and o.value.name in self.wanted}
+            return self.facts.wanted, set()
+        wanted = self.facts.wanted
+        body = {o.value.name for o in self.graph.outputs if o.value and o.value.name in wanted}
         prologue: set[str] = set()
         for node in reversed(self.graph.nodes):
-            if node.name not in self.wanted:
+            if node.name not in wanted:
                 continue
-            cuts = self._cuts(node) if node.name in body else ()
-            for ref, cut in zip(node.refs(), cuts, strict=False):
-                (prologue if cut else body).add(ref)
+            if node.name in body:
+                cuts = self._cuts(node)
+                if any(cuts):
+                    for ref, cut in zip(node.refs(), cuts, strict=True):
+                        (prologue if cut else body).add(ref)
+                else:
+                    body.update(node.refs())
             if node.name in prologue:
                 prologue.update(node.refs())
         return body, prologue
 
-    def _saved(self, nodes: Mapping[str, Node]) -> set[str]:
-        """Results that forward keeps for backward: what backward reads, views resolved."""
-        found: set[str] = set()
-        for node in self.graph.nodes:
-            if node.name not in self.backward or node.name not in self.wanted:
-                continue
-            for ref in node.refs():
-                name = ref
-                while name in nodes and nodes[name].op in VIEW_OPS and name not in self.keys:
-                    name = nodes[name].refs()[0]
-                if name in nodes and name not in self.backward:
-                    found.add(self.keys.get(name, name))
-        return found
-
     # -- groups --------------------------------------------------------------------------------
     def _inputs(self) -> None:
-        read = {r for n in self.graph.nodes if n.name in self.wanted for r in n.refs()}
+        read = self.facts.read
         for entry in self.graph.inputs:
             key = (
                 self.chain.node_class[entry.name],
@@ -279,48 +360,49 @@ class _Maker:
                 links.append(FlowShape(part, result, count, readers, meta, is_fixed=True))
         return links
 
-    def _operators(self, body: set[str], prologue: set[str], saved: set[str]) -> None:
-        used: dict[str, set[int]] = {}
-        for name, key in self.keys.items():
-            if name in self.wanted:
-                base, _, index = key.partition("#")
-                used.setdefault(base, set()).add(int(index))
-        rows = [n for n in self.graph.nodes if n.op != "getitem" and n.name in self.wanted]
+    def _operators(self, body: set[str], prologue: set[str]) -> None:
+        facts, none, first = self.facts, frozenset[int](), frozenset({0})
+        rows = [n for n in self.graph.nodes if n.op != "getitem" and n.name in facts.wanted]
         for node in rows:
-            multiple = isinstance(node.meta, tuple)
-            kept = frozenset(
-                i
-                for i in range(len(node.metas()))
-                if (f"{node.name}#{i}" if multiple else node.name) in saved
-            )
+            name, used = node.name, first
+            if isinstance(node.meta, tuple):
+                used = facts.used.get(name, none)
+                saved = frozenset(i for i in range(len(node.meta)) if f"{name}#{i}" in facts.saved)
+            else:
+                saved = first if name in facts.saved else none
+            runs = (name in body, name in prologue, self._cuts(node))
+            mark = (self.chain.node_class[name], self._data_key(name), runs, used, saved)
+            at = self._table.get(mark)
+            if at is not None:
+                self.groups[at].members.append(name)
+                self.group_of[name] = at
+                continue
             group = Group(
-                GroupKind.NODE,
-                [node.name],
-                in_body=node.name in body,
-                in_prologue=node.name in prologue,
-                from_prologue=self._cuts(node),
-                used=frozenset(used.get(node.name, ())) if multiple else frozenset({0}),
-                saved=kept,
-            )
-            mark = (
-                self.chain.node_class[node.name],
-                self._data_key(node.name),
-                (group.in_body, group.in_prologue, group.from_prologue),
-                (group.used, group.saved),
-            )
-            self._add(mark, node.name, group)
+                GroupKind.NODE, [name], in_body=runs[0], in_prologue=runs[1],
+                from_prologue=runs[2], used=used, saved=saved,
+            )  # fmt: skip
+            self._add(mark, name, group)
         for node in rows:
             self._read(node, body, prologue)
 
     def _read(self, node: Node, body: set[str], prologue: set[str]) -> None:
         at, cuts = self.group_of[node.name], self._cuts(node)
-        when = Pass.BACKWARD if node.name in self.backward else Pass.FORWARD
+        when = Pass.BACKWARD if node.name in self.facts.backward else Pass.FORWARD
+        in_body, in_prologue = node.name in body, node.name in prologue
         for operand, ref in enumerate(node.refs()):
             row = self.readers.setdefault(self.keys.get(ref, ref), [])
-            if node.name in body:
-                row.append(Reader(at, operand, Pass.PROLOGUE if cuts[operand] else when))
-            if node.name in prologue:
-                row.append(Reader(at, operand, Pass.PROLOGUE))
+            if in_body:
+                row.append(self._reader(at, operand, Pass.PROLOGUE if cuts[operand] else when))
+            if in_prologue:
+                row.append(self._reader(at, operand, Pass.PROLOGUE))
+
+    def _reader(self, variable: int, operand: int, when: Pass) -> Reader:
+        """A reader; equal ones are one object."""
+        key = (variable, operand, when)
+        known = self._readers.get(key)
+        if known is None:
+            known = self._readers[key] = Reader(variable, operand, when)
+        return known
 
     def _outputs(self) -> tuple[tuple[int, int, str], ...]:
         """Readers for what leaves the graph, and what costs something at the end."""
@@ -339,9 +421,9 @@ class _Maker:
                 mb = self._mb(output.value.name)
                 name = f"output {output.target}"
                 sink = self._add(("sink", mb), name, Group(GroupKind.SINK, [name], mb=mb))
-                self.readers.setdefault(key, []).append(Reader(sink, 0, Pass.FORWARD))
+                self.readers.setdefault(key, []).append(self._reader(sink, 0, Pass.FORWARD))
         for target, keys in grads.items():
-            param = Reader(self.group_of[owner[target]], 0, Pass.STEP)
+            param = self._reader(self.group_of[owner[target]], 0, Pass.STEP)
             source = keys[0]
             if len(keys) > 1:
                 source = f"join {owner[target]}"
@@ -368,29 +450,42 @@ class _Maker:
                 bound.add(node.name)
         return bound
 
-    def _flows(
-        self, nodes: Mapping[str, Node], metas: Mapping[str, TensorMeta]
-    ) -> tuple[FlowShape, ...]:
-        counts: dict[tuple[int, int, tuple[Reader, ...]], int] = {}
+    def _flows(self) -> tuple[FlowShape, ...]:
+        metas, nodes = self.facts.metas, self.facts.nodes
+        counts: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        rows: dict[tuple[int, ...], tuple[Reader, ...]] = {}
         bound_values = self._bound()
         bound: set[tuple[int, int]] = set()
         meta_of: dict[tuple[int, int], TensorMeta | None] = {}
         for key, readers in self.readers.items():
             place = self._place(key)
-            base, _, index = key.partition("#")
             if key in bound_values:
                 bound.add(place)
-            if key.startswith("join "):
-                joined = metas.get(key.removeprefix("join "))
-                meta_of[place] = None if joined is None else summed_meta(joined)
-            elif base in nodes:
-                meta_of[place] = nodes[base].metas()[int(index or 0)]
-            else:
-                meta_of[place] = metas.get(key)
-            row = tuple(sorted(readers, key=lambda r: (r.variable, r.operand, r.when)))
-            counts[*place, row] = counts.get((*place, row), 0) + 1
+            if place not in meta_of or key.startswith("join "):
+                meta_of[place] = self._meta(key, nodes, metas)
+            order = sorted(readers, key=_reader_key) if len(readers) > 1 else readers
+            ids = tuple([id(r) for r in order])
+            rows.setdefault(ids, tuple(order))
+            counts[(*place, ids)] = counts.get((*place, ids), 0) + 1
         return tuple(
-            FlowShape(group, result, count, row, meta, is_bound=(group, result) in bound)
-            for (group, result, row), count in counts.items()
+            FlowShape(group, result, count, rows[ids], meta, is_bound=(group, result) in bound)
+            for (group, result, ids), count in counts.items()
             if (meta := meta_of[group, result]) is not None
         )
+
+    @staticmethod
+    def _meta(
+        key: str, nodes: Mapping[str, Node], metas: Mapping[str, TensorMeta]
+    ) -> TensorMeta | None:
+        """Shape and dtype of a value, or of a join of gradients."""
+        base, _, index = key.partition("#")
+        if key.startswith("join "):
+            joined = metas.get(key.removeprefix("join "))
+            return None if joined is None else summed_meta(joined)
+        if base in nodes:
+            return nodes[base].metas()[int(index or 0)]
+        return metas.get(key)
+
+
+def _reader_key(reader: Reader) -> tuple[int, int, Pass]:
+    return (reader.variable, reader.operand, reader.when)

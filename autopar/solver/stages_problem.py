@@ -221,18 +221,23 @@ def memory_bytes(
     """Estimated peak per pipeline rank."""
     runs = bounds(starts, len(problem.blocks))
     result = []
+    saved, held = [0] * len(runs), [0] * len(runs)
+    for stage, run in enumerate(runs):
+        chosen = [problem.blocks[i].options[options[i]] for i in range(*run)]
+        saved[stage] = sum(o.saved_bytes for o in chosen)
+        # the first stage does all of a backward in its second half
+        held[stage] = sum(o.held_bytes for o in chosen) if stage else saved[stage]
     for device in range(problem.pp):
         amount, transient = problem.base_bytes, 0
-        chosen: dict[int, list[Option]] = {}
         for stage in problem.stages_of(device):
-            chosen[stage] = [problem.blocks[i].options[options[i]] for i in range(*runs[stage])]
-            amount += sum(problem.blocks[i].state_bytes for i in range(*runs[stage]))
-            transient = max(transient, *(o.transient_bytes for o in chosen[stage]))
-        held = max(
-            sum(o.alive_bytes(alive, s) for s, alive in moment.items() for o in chosen[s])
+            for i in range(*runs[stage]):
+                amount += problem.blocks[i].state_bytes
+                transient = max(transient, problem.blocks[i].options[options[i]].transient_bytes)
+        alive = max(
+            sum(n.before * saved[s] + n.between * held[s] for s, n in moment.items())
             for moment in problem.moments(device)
         )
-        result.append(amount + held + transient)
+        result.append(amount + alive + transient)
     return tuple(result)
 
 

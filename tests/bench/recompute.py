@@ -7,8 +7,9 @@ differs. Caps are the peaks of the others' choices, and some between; ``-`` does
 
 * ``full``: only what enters each layer is kept;
 * ``every 2nd mm``: torchtitan's selective checkpointing by operator;
-* ``partitioner``: the best of eleven budgets of torch's min-cut;
-* ``SAC MILP``: ``torch.distributed._tools.sac_ilp``, if its solver is installed.
+* ``partitioner``: the best of ten budgets of torch's min-cut;
+* ``SAC MILP``: the best of ten budgets of torch's program for selective checkpointing, which is
+  solved for each layer on the same prices; it needs pulp (``pip install pulp``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import autopar
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.graph import Node
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import Plan
 from autopar.sharding.build import localize, signatures_of
@@ -76,6 +78,12 @@ class Bench:
         seconds, peak = self._figures(self.plan(recompute))
         return Point(name, seconds - self._figures(self.base)[0], peak, recompute)
 
+    def seconds(self, node: Node) -> float:
+        """Seconds of an operator of the graph."""
+        metas = self.captured.graph.metas()
+        operands = [metas[name] for name in node.refs()]
+        return self.prices.op_time_s(node.op, node.args, operands, node.meta)
+
     def _figures(self, plan: Plan) -> tuple[float, int]:
         graph = self.captured.graph
         programs = localize(graph, decisions_of(plan, graph), signatures_of(graph))
@@ -110,7 +118,15 @@ def others(bench: Bench) -> list[Point]:
         point = bench.point("partitioner", recompute)
         found.append(point)
         sys.stderr.write(f"  budget {budget}: {point.extra_s:.4e} s, {point.peak_bytes}\n")
+    if has_sac_milp():
+        choices = rivals.sac_milp(graph, bench.seconds)
+        found += [bench.point("SAC MILP", recompute) for _, recompute in choices]
     return found
+
+
+def has_sac_milp() -> bool:
+    """Whether the solver that torch's program needs is installed."""
+    return importlib.util.find_spec("pulp") is not None
 
 
 def table(title: str, bench: Bench, measure: Callable[[Plan], int] | None = None) -> bool:
@@ -120,7 +136,7 @@ def table(title: str, bench: Bench, measure: Callable[[Plan], int] | None = None
     peaks = sorted({p.peak_bytes for p in found if p.peak_bytes <= none.peak_bytes})
     low, high = peaks[0], none.peak_bytes
     between = [low + (high - low) * i // (CAPS_BETWEEN + 1) for i in range(1, CAPS_BETWEEN + 1)]
-    names = ("full", "every 2nd mm", "partitioner")
+    names = ("full", "every 2nd mm", "partitioner", *(("SAC MILP",) if has_sac_milp() else ()))
     _say(f"\n{title}: {format_bytes(high)} with everything kept")
     head = "measured" if measure else ""
     _say(f"{'cap':>12}" + "".join(f"{n:>15}" for n in ("ours", *names)) + f"{head:>12}  best")
@@ -210,7 +226,7 @@ def small() -> tuple[Bench, Callable[[Plan], int]]:
 def main() -> int:
     """Print both tables; 0 if ours was best at every cap."""
     torch.set_num_threads(1)
-    if importlib.util.find_spec("pulp") is None:
+    if not has_sac_milp():
         _say("SAC MILP: torch.distributed._tools.sac_ilp needs pulp, which is not installed")
     bench, measure = small()
     is_best = table("four layers of width 128 on this CPU", bench, measure)

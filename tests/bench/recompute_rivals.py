@@ -1,18 +1,20 @@
 """What others would keep of a decoder's layers, as sets of operators for the same programs.
 
-Each returns the forward operators whose values are not kept. torch's partitioner is called as
-torch exposes it inside ``torch._functorch.partitioners``: there is no public way to ask it for the
-values that it keeps, so its private names are used here and nowhere else.
+Each returns the forward operators whose values are not kept. torch's partitioner and its program
+for selective checkpointing are called as torch has them inside ``torch._functorch.partitioners``
+and ``torch.distributed._tools``: there is no public way to ask them for the values that they keep,
+so their private names are used here and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.sac_estimator import SACStats
 
 from autopar.capture.torch_ops import torch_callable, torch_dtype
 from autopar.ir.graph import Arg, Dtype, Graph, InputKind, Node, OutputKind, Phase, Ref, TensorMeta
@@ -64,6 +66,44 @@ def partitioned(graph: Graph) -> Iterator[tuple[float, frozenset[str]]]:
         with mode:  # operators are run on fake tensors to count their arithmetic
             kept = partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)
         yield budget, _not_kept(graph, {names[n] for n in kept if n in names})
+
+
+def sac_milp(
+    graph: Graph, seconds: Callable[[Node], float]
+) -> Iterator[tuple[float, frozenset[str]]]:
+    """torch's mixed-integer program of each layer under a budget: (budget, operators).
+
+    Args:
+        graph: The joint program.
+        seconds: Of an operator, the same that the choice is judged by.
+    """
+    from torch.distributed._tools import sac_ilp  # it needs pulp
+
+    for budget in (1.0, *BUDGETS, 0.0):
+        dropped: set[str] = set()
+        for nodes in layers_of(graph).values():
+            stats = _sac_stats(nodes, seconds)
+            kept = sac_ilp.get_optimal_checkpointing_policy_per_module(stats, budget)
+            if len(kept) != len(nodes):
+                raise RuntimeError(f"torch's program of a layer has no solution at {budget}")
+            dropped |= {n.name for n, keep in zip(nodes[:-1], kept, strict=False) if not keep}
+        yield budget, frozenset(dropped)
+
+
+def _sac_stats(nodes: list[Node], seconds: Callable[[Node], float]) -> SACStats:
+    """A layer's operators in torch's terms; views cost nothing, and the last is the result."""
+    views = [i for i, n in enumerate(nodes) if n.op in VIEW_OPS or n.op == "getitem"]
+    sizes = [sum(m.bytes for m in n.metas() if m is not None) for n in nodes]
+    return SACStats(
+        func_names=[n.op for n in nodes],
+        runtimes=[0.0 if i in views else 1e3 * seconds(n) for i, n in enumerate(nodes)],
+        memory=[0 if i in views or i + 1 == len(nodes) else b for i, b in enumerate(sizes)],
+        view_like_ops=views,
+        rand_ops=[],
+        saved_autograd_ops=[],
+        inplace_ops=[],
+        force_store_random=False,
+    )
 
 
 def _distance(node: fx.Node, info: partitioners.NodeInfo) -> int:

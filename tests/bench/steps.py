@@ -1,6 +1,7 @@
 """One rank of the bench: profiles, then plans, predicts and measures; the result is JSON.
 
-``python steps.py PROFILE.json RESULT.json BUDGET STEPS [--profile-only]`` in every rank's process.
+``python steps.py PROFILE.json RESULT.json BUDGET SECONDS [--profile-only]``, in every rank's
+process; both are seconds: of each profile, and of each plan's steps.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from tests.bench.models import MODELS, PLANS, words
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 WARM_UP = 3
+LEAST_STEPS, MOST_STEPS = 9, 60
 
 
 def main() -> None:
     torch.set_num_threads(1)
     out, result = Path(sys.argv[1]), Path(sys.argv[2])
-    budget_s, num_steps = float(sys.argv[3]), int(sys.argv[4])
+    budget_s, plan_s = float(sys.argv[3]), float(sys.argv[4])
     for build in MODELS.values():
         _, profile = profile_machine(out, budget_s=budget_s, resume=True, build=build)
     if "--profile-only" in sys.argv:
@@ -51,7 +53,7 @@ def main() -> None:
     rows = []
     for name in MODELS:
         for degrees in PLANS[SIZE]:
-            row = measured(name, degrees, profile, num_steps)
+            row = measured(name, degrees, profile, plan_s)
             if row is not None and RANK == 0:
                 rows.append(row)
                 result.write_text(json.dumps(rows))
@@ -67,7 +69,7 @@ def everywhere(profile: Profile) -> Profile:
 
 
 def measured(
-    name: str, degrees: Mapping[str, object], profile: Profile, num_steps: int
+    name: str, degrees: Mapping[str, object], profile: Profile, plan_s: float
 ) -> dict[str, object] | None:
     """What a plan was predicted to take, and what it took; None if there is no such plan."""
     model, batch = MODELS[name]()
@@ -90,12 +92,13 @@ def measured(
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(WARM_UP):
-        step()
-    times = [timed(step) for _ in range(num_steps)]
+    warm = [timed(step) for _ in range(WARM_UP)]
+    wanted = int(plan_s / max(gathered(warm[-1])))  # the same on all ranks
+    times = [timed(step) for _ in range(min(MOST_STEPS, max(LEAST_STEPS, wanted)))]
     held = [*model.parameters(), *model.buffers(), *batch.values()]
     held += [t for state in optimizer.state.values() for t in state.values()]
     peak = storage_bytes(held) + peak_allocated_bytes(step)
+    autopar.close(model)
     return {
         "model": name,
         "plan": words(degrees),

@@ -1,7 +1,7 @@
 """Predicted against measured step time and peak live bytes, on 1, 2 and 4 gloo processes.
 
-``python -m tests.bench.this_machine [--ranks 1,2,4] [--steps 7] [--budget 25] [--out FILE]``: the
-profiler measures this machine with as many processes as the plans run on, then every plan is
+``python -m tests.bench.this_machine [--ranks 1,2,4] [--seconds 3] [--budget 25] [--out FILE]``:
+the profiler measures this machine with as many processes as the plans run on, then every plan is
 priced, run and timed. Targets: median error of step time at most 15 %, of peak bytes at most 5 %,
 regret of the plan that is predicted to be fastest at most 5 %.
 """
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; gives 0 if the targets are met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of the steps of each plan")
     parser.add_argument("--budget", type=float, default=25.0, help="seconds of each profile")
     parser.add_argument("--profile", type=Path, help="go on with this profile")
     parser.add_argument("--out", type=Path, help="rows as JSON")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_all(ranks: int, profile: Path, result: Path, args: argparse.Namespace) -> None:
     """Profile and measure on so many processes."""
     script = Path(__file__).with_name("steps.py")
-    arguments = (str(profile), str(result), str(args.budget), str(args.steps))
+    arguments = (str(profile), str(result), str(args.budget), str(args.seconds))
     for end in run_ranks(ranks, script, timeout_s=900, args=arguments):
         if end.code != 0:
             sys.exit(f"a rank of {ranks} ended with {end.code}:\n{end.errors[-3000:]}")

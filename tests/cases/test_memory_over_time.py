@@ -147,11 +147,11 @@ def test_the_peak_over_time_is_that_of_the_plan(problem, degrees):
             assert max(m.total_bytes for m in own) < timeline.peak_bytes < added
             assert plan.rank_bytes[rank] == timeline.peak_bytes
         assert f"stage {rank}" in timeline.peak.where or plan.mesh.virtual > 1
-        assert " of transformer.h." in timeline.peak.where
+        assert ", at " in timeline.peak.where
 
 
 # predicted over measured bytes: gradients count whole from the first backward of a rank on
-MOST = {"interleaved": 1.27, "deep warm-up": 1.24}
+MOST = {"interleaved": 1.27}
 MEASURED = [
     ("one device, all forwards first", "none"),
     ("1F1B", "full"),

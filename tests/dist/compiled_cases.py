@@ -127,6 +127,40 @@ def surface():
     close(model(**three).loss, twin(**three).loss, "loss of a batch that two does not divide")
 
 
+def closing():
+    """Models on equal meshes share their groups, which end with the last of them."""
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    def trained(mesh):
+        model, _, batch = compiled("gpt2", mesh)
+        model(**batch).loss.backward()
+        return model, batch
+
+    split, spread = MeshShape(tp=WORLD), MeshShape(dp=WORLD)
+    first, batch = trained(split)
+    one = threads()
+    second, _ = trained(split)
+    assert threads() == one, "an equal mesh has groups already"
+    autopar.close(first)
+    refuses(ConfigError, "was closed by autopar.close()", lambda: first(**batch))
+    second(**batch).loss.backward()
+    assert threads() == one, "the second model holds them"
+    third, _ = trained(spread)
+    two = threads()
+    assert two > one
+    autopar.close(second)
+    autopar.close(second)
+    assert threads() < two, "nobody holds them"
+    third(**batch).loss.backward()
+    autopar.close(third)
+    again, _ = trained(split)
+    assert threads() <= one
+    autopar.close(again)
+    refuses(ConfigError, "not a compiled model", lambda: autopar.close(torch.nn.Linear(2, 2)))
+
+
 def state():
     """State dicts of model and optimizer, by name, and back."""
     model, _, batch = compiled("gpt2", MeshShape(dp=WORLD), zero=1)

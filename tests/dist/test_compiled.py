@@ -40,6 +40,7 @@ def test_training_equals_one_device(numbers):
     "case",
     [
         "surface",
+        "closing",
         "state",
         "checkpoint",
         "early_optimizer",

@@ -78,7 +78,7 @@ class Drawn:
         backward = assemble(halves.backward, outputs, describe)
         groups = {n: keys[0] for n, keys in saved_storages(forward).items() if keys}
         peak = max(
-            liveness(forward).peak_bytes,
+            liveness(forward, held_when_made=True).peak_bytes,
             liveness(backward, freed_inputs=(InputKind.SAVED,), input_groups=groups).peak_bytes,
         )
         # what only backward needs is made there in any case

@@ -1,8 +1,10 @@
 """Compiling in a plain process for several devices: plans and stops."""
 
 import pytest
+import torch
 
 import autopar
+from autopar import api
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError, PlanError
 from autopar.plan.types import MeshShape

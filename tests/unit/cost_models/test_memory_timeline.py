@@ -70,7 +70,8 @@ def test_the_peak_is_named_by_operator_and_module():
     stage = StageMemory(saved_bytes=64, programs={F: program})
     timeline = stepped([Action(0, F, 0)], stage)
     assert timeline.peak_bytes == 128
-    assert timeline.peak.where == "stage 0, forward of micro-batch 0, at aten.mm of layers.0"
+    assert timeline.peak.where == "stage 0, forward of micro-batch 0, at aten.mm of layers.1"
+    assert [p.total_bytes for p in timeline.points] == [0, 64, 64, 128, 64]
     assert stage.at_most(3).total_bytes == 3 * 64 + 64
 
 

@@ -70,6 +70,12 @@ def test_what_surrounds_the_programs_is_kept():
         def optimizer_time_s(self, name, num_tensors, num_bytes):
             return 7.0
 
+        def accumulate_time_s(self, num_tensors, num_bytes):
+            return 5.0
+
+        def waiting_s(self, num_ranks, num_waits, compute_s):
+            return 6.0
+
         def call_time_s(self, num_parameters):
             return 3.0
 
@@ -80,6 +86,8 @@ def test_what_surrounds_the_programs_is_kept():
     better = better_prices(model, CLUSTER, Part.BETWEEN, 2.0)
     assert isinstance(better, HostCosts)
     assert better.call_time_s(1) == 3.0
+    assert better.accumulate_time_s(1, 1.0) == 5.0
+    assert better.waiting_s(2, 1, 1.0) == 6.0
     assert better.shared_step_s(1.0, [], 0.0) == 2.0
     assert better.optimizer_time_s("adamw", 1, 1.0) == 7.0
     old = model.collective_time_s("all_gather", 8.0, BETWEEN)

@@ -1,0 +1,192 @@
+"""Seconds of a step in a given order, from seconds of stages alone.
+
+What :func:`cost_models.simulate.simulate` finds for the action lists of such a step, without making
+them: stages follow each other, each message goes from a stage to its neighbour, gathering precedes
+a stage's first compute and reducing follows its last backward. An order is written as numbers once
+and kept, since shapes that differ in data ranks, splits or ZeRO level have the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.errors import DeadlockError
+from autopar.plan.actions import ActionKind
+from autopar.plan.orders import order_of
+from autopar.plan.schedule import Alive, Order, alive_together, all_in_flight
+from autopar.plan.types import MeshShape, ScheduleKind
+from cost_models.simulate import StageSeconds
+
+KEPT_ORDERS = 8
+KEPT_FLIGHTS = 1024
+_KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+_NONE = -1
+
+_Step = tuple[int, int, int, int, int, int]
+Moments = tuple[tuple[Mapping[int, Alive], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedOrder:
+    """An order as numbers.
+
+    Attributes:
+        rows: Per pipeline rank, per compute: stage and kind as one number; the stage if it is its
+            first compute; the stage if gradients are reduced after it; the message that it waits
+            for; the message that it sends; the lane of that.
+        num_messages: Messages.
+        edges: Per message its edge, a number.
+        edge_stages: Per edge the source and target stage.
+        num_lanes: Directed pairs of ranks.
+    """
+
+    rows: tuple[tuple[_Step, ...], ...]
+    num_messages: int
+    edges: tuple[int, ...]
+    edge_stages: tuple[tuple[int, int], ...]
+    num_lanes: int
+
+
+def step_s(
+    kind: ScheduleKind,
+    mesh: MeshShape,
+    count: int,
+    warmup: tuple[int, ...] | None,
+    stages: Sequence[StageSeconds],
+    links: Mapping[tuple[int, int], float],
+) -> float:
+    """Seconds until the last rank and the last message are done.
+
+    Args:
+        kind: The schedule.
+        mesh: Which pipeline rank has which stages.
+        count: Micro-batches.
+        warmup: As for :func:`~autopar.plan.orders.order_of`.
+        stages: Seconds by stage; of ``once_s`` gathering and reducing count.
+        links: Seconds of a message by (source stage, target stage).
+    """
+    return run(_numbered(kind, _alone(mesh), count, warmup), stages, links)
+
+
+def flights_of(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], Moments]:
+    """Most micro-batches in flight by stage, and what is alive together in a rank's stages.
+
+    The latter is empty where each rank has one stage and whole backwards: the former tells it all.
+    """
+    return _flights(kind, _alone(mesh), count, warmup)
+
+
+def _alone(mesh: MeshShape) -> MeshShape:
+    """The pipeline alone."""
+    return MeshShape(pp=mesh.pp, virtual=mesh.virtual, placement=mesh.placement)
+
+
+@lru_cache(maxsize=KEPT_FLIGHTS)
+def _flights(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], Moments]:
+    order = order_of(kind, mesh, count, warmup)
+    is_plain = mesh.virtual == 1 and not kind.splits_backward
+    return all_in_flight(order), () if is_plain else alive_together(order)
+
+
+@lru_cache(maxsize=KEPT_ORDERS)
+def _numbered(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> NumberedOrder:
+    return numbered_order(order_of(kind, mesh, count, warmup), mesh.num_stages)
+
+
+def numbered_order(order: Order, num_stages: int) -> NumberedOrder:
+    """An order as numbers.
+
+    Args:
+        order: Who computes what in which order.
+        num_stages: Stages of all ranks.
+    """
+    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
+    messages: dict[tuple[int, bool, int], int] = {}  # reading stage, whether forward, micro-batch
+    edges: list[int] = []
+    edge_of: dict[tuple[int, int], int] = {}
+    lanes: dict[tuple[int, int], int] = {}
+    number = {kind: at for at, kind in enumerate(_KINDS)}
+    rows = []
+    for rank, row in enumerate(order):
+        last = {compute.stage: at for at, compute in enumerate(row)}
+        seen: set[int] = set()
+        steps: list[_Step] = []
+        for at, (stage, kind, microbatch) in enumerate(row):
+            first = _NONE if stage in seen else stage
+            seen.add(stage)
+            is_forward, is_weights = kind is _KINDS[0], kind is _KINDS[3]
+            reduces = last[stage] == at and (is_weights or kind is _KINDS[1])
+            waits = sends = lane = _NONE
+            near, to = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+            if not is_weights and 0 <= near < num_stages and rank_of[near] != rank:
+                waits = messages.setdefault((stage, is_forward, microbatch), len(messages))
+            if not is_weights and 0 <= to < num_stages and rank_of[to] != rank:
+                sends = messages.setdefault((to, is_forward, microbatch), len(messages))
+                lane = lanes.setdefault((rank, rank_of[to]), len(lanes))
+            for message, edge in ((waits, (near, stage)), (sends, (stage, to))):
+                if message == len(edges):
+                    edges.append(edge_of.setdefault(edge, len(edge_of)))
+            steps.append(
+                (stage * 4 + number[kind], first, stage if reduces else _NONE, waits, sends, lane)
+            )
+        rows.append(tuple(steps))
+    return NumberedOrder(tuple(rows), len(edges), tuple(edges), tuple(edge_of), len(lanes))
+
+
+def run(
+    order: NumberedOrder, stages: Sequence[StageSeconds], links: Mapping[tuple[int, int], float]
+) -> float:
+    """Seconds of a numbered order."""
+    seconds = [stage.of(kind) for stage in stages for kind in _KINDS]
+    gather_s = [stage.of(ActionKind.UNSHARD) for stage in stages]
+    reduce_s = [stage.of(ActionKind.REDUCE_GRAD) for stage in stages]
+    edge_s = [links.get(edge, 0.0) for edge in order.edge_stages]
+    arrives: list[float | None] = [None] * order.num_messages
+    waiting: list[int] = [_NONE] * order.num_messages
+    free_s = [0.0] * order.num_lanes
+    position, now = [0] * len(order.rows), [0.0] * len(order.rows)
+    ready = deque(range(len(order.rows)))
+    while ready:
+        rank = ready.popleft()
+        row, at, now_s = order.rows[rank], position[rank], now[rank]
+        while at < len(row):
+            what, first, last, waits, sends, lane = row[at]
+            if waits >= 0:
+                there_s = arrives[waits]
+                if there_s is None:
+                    waiting[waits] = rank
+                    break
+                if first >= 0:
+                    now_s += gather_s[first]
+                if there_s > now_s:
+                    now_s = there_s
+            elif first >= 0:
+                now_s += gather_s[first]
+            now_s += seconds[what]
+            if sends >= 0:
+                begin_s = free_s[lane] if free_s[lane] > now_s else now_s
+                arrives[sends] = free_s[lane] = begin_s + edge_s[order.edges[sends]]
+                if waiting[sends] >= 0:
+                    ready.append(waiting[sends])
+            if last >= 0:
+                now_s += reduce_s[last]
+            at += 1
+        position[rank], now[rank] = at, now_s
+    stuck = [r for r, row in enumerate(order.rows) if position[r] < len(row)]
+    if stuck:
+        raise DeadlockError(f"the order can't finish: pipeline ranks {stuck} wait for messages")
+    return max((*now, *free_s), default=0.0)

@@ -1,0 +1,373 @@
+"""A lower bound of a step in a given order, over all cuts and all recomputing.
+
+The order of a step is fixed, so its time is the longest of its paths
+(:mod:`autopar.solver.step_paths`), and every path is linear in the seconds of the stages. With
+blocks that may be dealt to stages in parts the least step is a linear program::
+
+    minimise T + U   with  T >= sum over a path of its terms' seconds       for paths, (1)
+                           f_s, b_s, w_s: sums over n[s, k, o] of options   seconds of a stage
+                           sum over s, o of n[s, k, o] = blocks of kind k   (2)
+                           1 <= sum over k, o of n[s, k, o] <= most         (3)
+                           lower_k(pos_s) <= blocks of kind k before s <= upper_k(pos_s)   (4)
+                           states + in_flight * saved + transient <= limit  for every rank, (5)
+                           U >= seconds of the optimizer                    for every rank
+
+``n[s, k, o]`` is how many blocks of kind k stage s runs with option o; ``pos_s`` how many blocks
+come before stage s; (4) are the lower and upper hull of how many of the first blocks are of a kind:
+a cut takes neighbours. Paths are added where they are exceeded: the program's stages are run, and
+the longest path to the end of every rank becomes a row, until none is exceeded or the bound says
+enough. Each value of the program on the way is a bound.
+
+It knows what the mean of the ranks does not: how long ranks wait for each other in just this order
+if their stages are as even as stages can be.
+
+Source: ours; the rows are generated as in Kelley, "The cutting-plane method", 1960.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
+
+from autopar.plan.orders import order_of
+from autopar.plan.types import ScheduleKind
+from autopar.solver.pipeline_bound import NO_FLOOR, Floor
+from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
+from autopar.solver.step_paths import Path, StepPaths, Term
+
+MAX_ROUNDS = 24
+MAX_THINGS = 40_000  # work limit: longer steps have no such bound
+PRECISION = 2e-3  # rows that are exceeded by less are not added
+TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
+GIB = float(1 << 30)
+
+
+@dataclass(slots=True)
+class PathBound:
+    """Lower bounds of one chain in one order.
+
+    Args:
+        problem: The chain; its menus may be relaxed ones, that are no real choice.
+        warmup: Warm-up depths of the order, where they are not those of its kind.
+        floor: What is known beyond the menus.
+        knows_halves: Whether the menus tell how a backward divides into its halves.
+        num_reduces: Reductions of a stage's gradients per step.
+    """
+
+    problem: StageProblem
+    warmup: tuple[int, ...] | None = None
+    floor: Floor = NO_FLOOR
+    knows_halves: bool = True
+    num_reduces: int = 1
+
+    def least_s(self, enough_s: float = math.inf) -> float:
+        """Seconds of a step, at least; infinite if no cut fits.
+
+        Args:
+            enough_s: A bound from here on need not be sharper.
+        """
+        problem = self.problem
+        if len(problem.blocks) < problem.num_stages:
+            return math.inf
+        if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
+            return 0.0
+        order = order_of(problem.schedule, problem.mesh, problem.num_microbatches, self.warmup)
+        paths = StepPaths(order, problem.num_stages, reduces_each=self.num_reduces > 1)
+        program = _Program(self)
+        for path in paths.longest(program.even_seconds())[1]:
+            program.add(path)
+        found = 0.0
+        for _ in range(MAX_ROUNDS):
+            value_s = program.solve()
+            if value_s is None:
+                break
+            found = max(found, value_s * (1 - TOLERANCE))
+            if found >= enough_s:
+                break
+            _, longest = paths.longest(program.seconds())
+            if not program.add_exceeded(longest):
+                break
+        return found
+
+
+@dataclass(slots=True)
+class _Program:
+    """The linear program; numbers of rows as in the module's text."""
+
+    bound: PathBound
+    _solver: Any = field(init=False)
+    _time: Any = field(init=False)
+    _update: Any = field(init=False)
+    _unit_s: float = field(init=False)
+    _kinds: dict[str, list[int]] = field(default_factory=dict)
+    _counts: list[dict[tuple[str, int], Any]] = field(default_factory=list)
+    _parts: dict[tuple[Term, int], Any] = field(default_factory=dict)
+    _message_s: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        problem = self.bound.problem
+        for i, block in enumerate(problem.blocks):
+            self._kinds.setdefault(block.key, []).append(i)
+        total_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
+        self._unit_s = max(total_s / problem.num_stages, 1e-12)
+        self._solver = pywraplp.Solver.CreateSolver("GLOP")
+        infinity = self._solver.infinity()
+        self._time = self._solver.NumVar(0.0, infinity, "")
+        self._update = self._solver.NumVar(0.0, infinity, "")
+        self._solver.Objective().SetCoefficient(self._time, 1.0)
+        self._solver.Objective().SetCoefficient(self._update, 1.0)
+        self._solver.Objective().SetMinimization()
+        for _ in range(problem.num_stages):
+            self._counts.append(
+                {
+                    (kind, o): self._solver.NumVar(0.0, len(members), "")
+                    for kind, members in self._kinds.items()
+                    for o in _useful(problem.blocks[members[0]].options)
+                }
+            )
+        self._deal()
+        self._stay_together()
+        self._memory()
+        self._stage_seconds()
+        self._updates()
+        ranges = (self._range(s) for s in range(1, problem.num_stages))
+        self._message_s = [
+            0.0, *(min(problem.boundary_s[low - 1 : high]) for low, high in ranges)
+        ]  # fmt: skip
+
+    def _block(self, kind: str) -> BlockMenu:
+        return self.bound.problem.blocks[self._kinds[kind][0]]
+
+    def _option(self, kind: str, option: int) -> Option:
+        return self._block(kind).options[option]
+
+    def _row(self, low: float, high: float, terms: Mapping[Any, float]) -> None:
+        row = self._solver.Constraint(low, high)
+        for variable, factor in terms.items():
+            row.SetCoefficient(variable, factor)
+
+    # -- blocks --------------------------------------------------------------------------------
+    def _range(self, stage: int) -> tuple[int, int]:
+        """The least and the most blocks that come before a stage."""
+        problem = self.bound.problem
+        if problem.fixed_starts is not None:
+            starts = (0, *problem.fixed_starts, len(problem.blocks))
+            return starts[stage], starts[stage]
+        n, most = len(problem.blocks), problem.most_blocks
+        after = problem.num_stages - stage
+        return max(stage, n - after * most), min(n - after, stage * most)
+
+    def _deal(self) -> None:
+        """Rows (2) and (3)."""
+        for kind, members in self._kinds.items():
+            taken = {v: 1.0 for row in self._counts for (k, _), v in row.items() if k == kind}
+            self._row(len(members), len(members), taken)
+        for row in self._counts:
+            self._row(1.0, self.bound.problem.most_blocks, dict.fromkeys(row.values(), 1.0))
+
+    def _stay_together(self) -> None:
+        """Rows (4)."""
+        problem = self.bound.problem
+        infinity = self._solver.infinity()
+        for stage in range(1, problem.num_stages):
+            low, high = self._range(stage)
+            before = {v: 1.0 for row in self._counts[:stage] for v in row.values()}
+            self._row(low, high, before)
+        for kind in self._kinds:
+            known = [0]
+            for block in problem.blocks:
+                known.append(known[-1] + (block.key == kind))
+            for stage in range(1, problem.num_stages):
+                low, high = self._range(stage)
+                part = known[low : high + 1]
+                for sign in (1.0, -1.0):  # above the lower hull, below the upper one
+                    for slope, at in _hull([sign * count for count in part]):
+                        offset = sign * part[at] - slope * (low + at)
+                        terms = {
+                            v: sign * (k == kind) - slope
+                            for row in self._counts[:stage]
+                            for (k, _), v in row.items()
+                        }
+                        self._row(offset, infinity, terms)
+
+    def _memory(self) -> None:
+        """Rows (5)."""
+        problem = self.bound.problem
+        ends = {0: problem.blocks[0], problem.num_stages - 1: problem.blocks[-1]}
+        least = min(o.transient_bytes for b in problem.blocks for o in b.options)
+        for device in range(problem.pp):
+            stages = problem.stages_of(device)
+            own = [min(o.transient_bytes for o in ends[s].options) for s in stages if s in ends]
+            room = problem.limit_bytes - problem.base_bytes - max([least, *own])
+            for moment in problem.moments(device):
+                terms = {}
+                for s in stages:
+                    alive = moment.get(s)
+                    for (kind, o), variable in self._counts[s].items():
+                        amount = self._block(kind).state_bytes
+                        if alive is not None:
+                            amount += self._option(kind, o).alive_bytes(alive, s)
+                        terms[variable] = amount / GIB
+                self._row(-self._solver.infinity(), room / GIB, terms)
+
+    # -- seconds -------------------------------------------------------------------------------
+    def _stage_seconds(self) -> None:
+        """Variables for what every stage takes, in units of a mean stage."""
+        infinity = self._solver.infinity()
+        slack: dict[Any, float] = {}
+        for s, row in enumerate(self._counts):
+            for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
+                part = self._parts[term, s] = self._solver.NumVar(0.0, infinity, "")
+                terms = {
+                    v: getattr(self._option(k, o), name) / self._unit_s for (k, o), v in row.items()
+                }
+                self._row(-infinity, 0.0, {**terms, part: -1.0})
+                slack[part] = 1.0
+            half = self._parts[Term.WEIGHTS, s] = self._solver.NumVar(0.0, infinity, "")
+            if s == 0 and self.bound.knows_halves:
+                self._row(0.0, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
+            elif self.bound.knows_halves:
+                terms = {v: self._option(k, o).weight_s / self._unit_s for (k, o), v in row.items()}
+                self._row(0.0, 0.0, {**terms, half: -1.0})
+            else:
+                self._row(-infinity, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
+        if self.bound.floor.total_s:
+            self._row(self.bound.floor.total_s / self._unit_s, infinity, slack)
+
+    def _updates(self) -> None:
+        for device in range(self.bound.problem.pp):
+            terms = {
+                v: self._block(kind).update_s / self._unit_s
+                for s in self.bound.problem.stages_of(device)
+                for (kind, _), v in self._counts[s].items()
+            }
+            self._row(-self._solver.infinity(), 0.0, {**terms, self._update: -1.0})
+
+    def _terms(self, path: Path) -> tuple[dict[Any, float], float]:
+        """A path as factors of variables, and seconds that do not depend on them."""
+        terms: dict[Any, float] = {}
+        constant_s = 0.0
+
+        def add(variable: Any, factor: float) -> None:
+            terms[variable] = terms.get(variable, 0.0) + factor
+
+        for (term, s), count in path.items():
+            if term is Term.MESSAGE:
+                constant_s += count * self._message_s[s]
+            elif term is Term.INPUTS:
+                add(self._parts[Term.BACKWARD, s], count)
+                add(self._parts[Term.WEIGHTS, s], -count)
+            elif term in (Term.GATHER, Term.REDUCE):
+                for (kind, _), variable in self._counts[s].items():
+                    block = self._block(kind)
+                    once_s = block.gather_s
+                    if term is Term.REDUCE:
+                        once_s = block.reduce_s / self.bound.num_reduces
+                    add(variable, count * once_s / self._unit_s)
+            else:
+                add(self._parts[term, s], count)
+        return terms, constant_s
+
+    def add(self, path: Path) -> None:
+        """A row (1)."""
+        terms, constant_s = self._terms(path)
+        factors = {variable: -factor for variable, factor in terms.items()}
+        infinity = self._solver.infinity()
+        self._row(constant_s / self._unit_s, infinity, {**factors, self._time: 1.0})
+
+    def add_exceeded(self, paths: Sequence[Path]) -> bool:
+        """Rows (1) of those paths that the last answer exceeds; whether there were any."""
+        time = self._time.solution_value()
+        exceeded = []
+        for path in paths:
+            terms, constant_s = self._terms(path)
+            length = constant_s / self._unit_s
+            length += sum(factor * v.solution_value() for v, factor in terms.items())
+            if length > time * (1 + PRECISION):
+                exceeded.append(path)
+        for path in exceeded:
+            self.add(path)
+        return bool(exceeded)
+
+    def solve(self) -> float | None:
+        """Seconds; infinite if nothing fits, None if the solver gave up."""
+        status = self._solver.Solve()
+        if status == pywraplp.Solver.INFEASIBLE:
+            return math.inf
+        if status != pywraplp.Solver.OPTIMAL:
+            return None
+        return float(self._solver.Objective().Value()) * self._unit_s
+
+    def seconds(self) -> list[list[float]]:
+        """Seconds by term and stage, of the last answer."""
+        stages = range(self.bound.problem.num_stages)
+        forward, backward, weights = (
+            [max(0.0, self._parts[term, s].solution_value()) * self._unit_s for s in stages]
+            for term in (Term.FORWARD, Term.BACKWARD, Term.WEIGHTS)
+        )
+        inputs = [max(0.0, b - w) for b, w in zip(backward, weights, strict=True)]
+        gather, reduce = (
+            [
+                sum(
+                    getattr(self._block(k), name) * v.solution_value()
+                    for (k, _), v in self._counts[s].items()
+                )
+                for s in stages
+            ]
+            for name in ("gather_s", "reduce_s")
+        )
+        each = [r / self.bound.num_reduces for r in reduce]
+        return [forward, backward, inputs, weights, gather, each, self._message_s]
+
+    def even_seconds(self) -> list[list[float]]:
+        """The same with every stage a mean one."""
+        problem = self.bound.problem
+        stages = problem.num_stages
+        best = [min(b.options, key=lambda o: o.total_s) for b in problem.blocks]
+        forward = sum(o.forward_s for o in best) / stages
+        backward = sum(o.backward_s for o in best) / stages
+        weights = sum(o.weight_s for o in best) / stages
+        if not self.bound.knows_halves or problem.schedule is ScheduleKind.FORWARD:
+            weights = 0.0
+        each = [forward, backward, backward - weights, weights, 0.0, 0.0]
+        return [*([time_s] * stages for time_s in each), self._message_s]
+
+
+def _useful(options: Sequence[Option]) -> list[int]:
+    """Options that no mixture of others beats; all of them where they differ by more than bytes."""
+    keep = sorted(range(len(options)), key=lambda o: (options[o].total_s, options[o].saved_bytes))
+    if len({(o.forward_s, o.weight_s, o.held_bytes) for o in options}) > 1:
+        return keep
+    hull: list[int] = []
+    for at in keep:
+        if hull and options[at].saved_bytes >= options[hull[-1]].saved_bytes:
+            continue
+        while len(hull) > 1 and _is_above(*(options[o] for o in (hull[-2], hull[-1], at))):
+            hull.pop()
+        hull.append(at)
+    return hull
+
+
+def _is_above(a: Option, b: Option, c: Option) -> bool:
+    """Whether ``b`` lies on or above the line from ``a`` to ``c``."""
+    left = (b.total_s - a.total_s) * (a.saved_bytes - c.saved_bytes)
+    return left >= (c.total_s - a.total_s) * (a.saved_bytes - b.saved_bytes)
+
+
+def _hull(values: Sequence[float]) -> list[tuple[float, int]]:
+    """Segments of the lower hull of a sequence: slope, and a place where the segment begins."""
+    hull: list[int] = []
+    for at in range(len(values)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (values[b] - values[a]) * (at - a) < (values[at] - values[a]) * (b - a):
+                break
+            hull.pop()
+        hull.append(at)
+    if len(hull) == 1:
+        return [(0.0, 0)] if len(values) == 1 else []
+    return [((values[b] - values[a]) / (b - a), a) for a, b in zip(hull, hull[1:], strict=False)]

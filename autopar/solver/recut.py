@@ -1,0 +1,273 @@
+"""Cuts and options of ranks that have several stages each, improved by moving blocks.
+
+What such ranks wait for each other depends on all cuts at once, and their stages share the memory
+of the rank; no surrogate tells that well. Here every choice is run: the longest path of the step
+(:mod:`autopar.solver.step_paths`) is what the event simulator would say.
+
+1. For given cuts a rank's blocks begin with their fastest options. While a moment of the step holds
+   too much, the exchange with the fewest seconds per byte *of that moment* is taken: stages with
+   more micro-batches in flight are made leaner first.
+2. A move takes one block from a stage to another; the stages between them shift. Moves off the
+   longest path's dearest stages are tried first, and one that makes the step shorter is kept, until
+   none does or the trials are used up.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar.plan.orders import order_of
+from autopar.solver.greedy_stages import ExchangeStep, exchange_steps
+from autopar.solver.schedule_choice import sampled_counts
+from autopar.solver.stages_problem import (
+    StageProblem,
+    StageSolution,
+    bounds,
+    memory_bytes,
+    surrogate_s,
+)
+from autopar.solver.step_paths import Path, StepPaths, Term
+
+MAX_TRIALS = 300  # work limit: choices that are run
+MAX_MOVES = 40  # of one choice
+GAIN = 1e-6  # of a step, that a move must save
+
+Starts = tuple[int, ...]
+_Picks = list[list[list[int]]]
+"""By stage, by kind, by option: blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    starts: Starts
+    picks: _Picks
+    time_s: float
+
+
+@dataclass(slots=True)
+class Recut:
+    """A search among the cuts of one problem.
+
+    Args:
+        problem: The chain; several stages per rank, or one.
+        max_trials: Choices that are run, at most.
+    """
+
+    problem: StageProblem
+    max_trials: int = MAX_TRIALS
+    _kind: list[int] = field(init=False)
+    _menus: list[int] = field(init=False)
+    _steps: list[ExchangeStep] = field(init=False)
+    _first: list[int] = field(init=False)
+    _counts: list[list[int]] = field(init=False)
+    _graphs: list[tuple[float, StepPaths]] = field(init=False)
+    _known: dict[object, _Picks | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        kinds: dict[str, int] = {}
+        self._kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
+        self._menus = [self._kind.index(k) for k in range(len(kinds))]  # a block of each kind
+        self._first, self._steps = exchange_steps([problem.blocks[i].options for i in self._menus])
+        self._counts = [[0] for _ in kinds]
+        for kind in self._kind:
+            for k, row in enumerate(self._counts):
+                row.append(row[-1] + (k == kind))
+        self._graphs = [
+            (weight, StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages))
+            for n, weight in sampled_counts(problem)
+        ]
+
+    def improved(self, starts: Starts) -> StageSolution | None:
+        """The best choice found from the cuts ``starts`` on; None if none fits."""
+        best = self._choice(starts)
+        if best is None:
+            return None
+        trials, moved = 1, self.problem.fixed_starts is None
+        while moved:
+            moved = False
+            for tried in self._moves(best):
+                if trials >= self.max_trials:
+                    break
+                trials += 1
+                found = self._choice(tried)
+                if found is not None and found.time_s < best.time_s * (1 - GAIN):
+                    best, moved = found, True
+                    break
+        return self._solution(best)
+
+    def _solution(self, choice: _Choice) -> StageSolution:
+        problem = self.problem
+        options = [0] * len(problem.blocks)
+        for stage, (low, high) in enumerate(bounds(choice.starts, len(options))):
+            left = [
+                [o for o in reversed(range(len(row))) for _ in range(row[o])]
+                for row in choice.picks[stage]
+            ]
+            for i in range(low, high):
+                options[i] = left[self._kind[i]].pop(0)
+        chosen = tuple(options)
+        return StageSolution(
+            starts=choice.starts,
+            options=chosen,
+            objective_s=surrogate_s(problem, choice.starts, chosen),
+            bound_s=0.0,
+            memory_bytes=memory_bytes(problem, choice.starts, chosen),
+            is_optimal=False,
+        )
+
+    # -- moves ---------------------------------------------------------------------------------
+    def _moves(self, choice: _Choice) -> Iterator[Starts]:
+        """Cuts with one block moved from one stage to another, most promising first."""
+        problem, n = self.problem, len(self.problem.blocks)
+        dear = self._dearness(choice)
+        runs = bounds(choice.starts, n)
+        pairs = sorted(
+            (
+                (dear[target] - dear[source], abs(target - source), source, target)
+                for source, (low, high) in enumerate(runs)
+                for target, (begin, end) in enumerate(runs)
+                if source != target and high - low > 1 and end - begin < problem.most_blocks
+            ),
+        )
+        for _, _, source, target in pairs[:MAX_MOVES]:
+            starts = list(choice.starts)
+            if source < target:
+                starts[source:target] = [s - 1 for s in starts[source:target]]
+            else:
+                starts[target:source] = [s + 1 for s in starts[target:source]]
+            yield tuple(starts)
+
+    def _dearness(self, choice: _Choice) -> list[float]:
+        """How much of a micro-batch's time in each stage is on the longest paths."""
+        dear = [0.0] * self.problem.num_stages
+        seconds = self._seconds(choice.starts, choice.picks)
+        for weight, graph in self._graphs:
+            path: Path = graph.longest(seconds)[1][0]
+            for (term, stage), count in path.items():
+                if term is not Term.MESSAGE:
+                    dear[stage] += weight * count * (2.0 if term is Term.BACKWARD else 1.0)
+        return dear
+
+    # -- one choice ----------------------------------------------------------------------------
+    def _choice(self, starts: Starts) -> _Choice | None:
+        """Given cuts with the options that make them fit; None if they can't."""
+        picks: _Picks = [[] for _ in range(self.problem.num_stages)]
+        runs = bounds(starts, len(self.problem.blocks))
+        for device in range(self.problem.pp):
+            stages = self.problem.stages_of(device)
+            key = (device, tuple(runs[s] for s in stages))
+            if key not in self._known:
+                self._known[key] = self._fitted(device, [runs[s] for s in stages])
+            fitted = self._known[key]
+            if fitted is None:
+                return None
+            for s, row in zip(stages, fitted, strict=True):
+                picks[s] = row
+        seconds = self._seconds(starts, picks)
+        time_s = sum(weight * graph.end_s(seconds) for weight, graph in self._graphs)
+        update = [sum(self.problem.blocks[i].update_s for i in range(*run)) for run in runs]
+        ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
+        return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))
+
+    def _fitted(self, device: int, runs: Sequence[tuple[int, int]]) -> _Picks | None:
+        """Options of a rank's stages that fit into its memory."""
+        problem = self.problem
+        stages = problem.stages_of(device)
+        picks: _Picks = []
+        state = sum(problem.blocks[i].state_bytes for low, high in runs for i in range(low, high))
+        for low, high in runs:
+            row = [[0] * len(problem.blocks[i].options) for i in self._menus]
+            for k, at in enumerate(self._first):
+                row[k][at] = self._counts[k][high] - self._counts[k][low]
+            picks.append(row)
+        room = problem.limit_bytes - problem.base_bytes - state
+        moments = [[m.get(s) for s in stages] for m in problem.moments(device)]
+        # what each option holds at each moment, by stage and kind
+        holds = [
+            [
+                [
+                    [o.alive_bytes(alive, s) if alive else 0 for o in problem.blocks[i].options]
+                    for i in self._menus
+                ]
+                for s, alive in zip(stages, moment, strict=True)
+            ]
+            for moment in moments
+        ]
+        while True:
+            excess, worst = max(
+                (self._held(picks, table) - room, at) for at, table in enumerate(holds)
+            )
+            if excess <= 0:
+                return picks
+            found = self._cheapest(picks, holds[worst])
+            if found is None:
+                return None
+            at, step, less = found
+            row = picks[at][step.kind]
+            moved = min(row[step.source], -(-excess // less))
+            row[step.source] -= moved
+            row[step.option] += moved
+
+    def _held(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Bytes of a moment beyond states: what is alive, and the largest transient."""
+        held = transient = 0
+        for rows, amounts in zip(picks, table, strict=True):
+            for k, row in enumerate(rows):
+                options = self.problem.blocks[self._menus[k]].options
+                for o, count in enumerate(row):
+                    if count:
+                        held += count * amounts[k][o]
+                        transient = max(transient, options[o].transient_bytes)
+        return held + transient
+
+    def _cheapest(
+        self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[int, ExchangeStep, int] | None:
+        """The exchange with the fewest seconds per byte of a moment: stage, step, bytes."""
+        best: tuple[int, ExchangeStep, int] | None = None
+        ratio = math.inf
+        for at, (rows, amounts) in enumerate(zip(picks, table, strict=True)):
+            for step in self._steps:
+                if not rows[step.kind][step.source]:
+                    continue
+                less = amounts[step.kind][step.source] - amounts[step.kind][step.option]
+                if less > 0 and step.seconds / less < ratio:
+                    best, ratio = (at, step, less), step.seconds / less
+        return best
+
+    def _seconds(self, starts: Starts, picks: _Picks) -> list[list[float]]:
+        """Seconds by term and stage."""
+        problem = self.problem
+        forward, backward, weights = (
+            [
+                sum(
+                    count * getattr(problem.blocks[self._menus[k]].options[o], name)
+                    for k, row in enumerate(rows)
+                    for o, count in enumerate(row)
+                    if count
+                )
+                for rows in picks
+            ]
+            for name in ("forward_s", "backward_s", "weight_s")
+        )
+        weights[0] = backward[0]  # nothing waits for the first stage's backward
+        weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]
+        inputs = [b - w for b, w in zip(backward, weights, strict=True)]
+        runs = bounds(starts, len(problem.blocks))
+        gather, reduce = (
+            [sum(getattr(problem.blocks[i], name) for i in range(*run)) for run in runs]
+            for name in ("gather_s", "reduce_s")
+        )
+        message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
+        return [forward, backward, inputs, weights, gather, reduce, message]
+
+
+def even_starts(problem: StageProblem) -> Starts:
+    """Cuts into stages of about equally many blocks, at least one each."""
+    n, stages = len(problem.blocks), problem.num_stages
+    return tuple(s * n // stages for s in range(1, stages))

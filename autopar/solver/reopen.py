@@ -1,0 +1,176 @@
+"""What each block makes again, for cuts that are given: exact in when its bytes are alive.
+
+Cuts are found under a bound of memory that is the same for every choice: all that is kept, and the
+largest transient. With the cuts given more can be said. While backward is in block b of a stage,
+what later blocks had kept for this micro-batch is gone:
+
+    states + what other micro-batches keep + sum_{i <= b} saved_i + transient_b <= limit
+
+for every block b, at every moment that decides the rank's memory (the same holds in forward, where
+later blocks have kept nothing yet). So the last blocks of a stage may keep more than the first.
+A backward that runs in two halves keeps more than that; there the bound above stays.
+
+Stages of other ranks do not matter, and less work in a stage never makes a step longer: each rank
+gets its own program, least seconds of what it makes again, solved by SCIP (a knapsack for each
+row, whose relaxation is tight). Ranks with equal blocks and moments share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
+
+from autopar.plan.schedule import Alive
+from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
+
+NODE_LIMIT = 500
+GAP = 1e-4  # share of a rank's seconds that may be left
+SLACKS = (0.0, 4e-6)  # shares of the room that are left empty: the solver has a tolerance of 1e-6
+
+Runs = Mapping[int, range]
+"""Stage of a rank -> its blocks."""
+
+_Row: TypeAlias = dict[tuple[int, int], int]
+"""Block and option -> bytes."""
+
+
+def best_options(problem: StageProblem, starts: Sequence[int]) -> tuple[int, ...] | None:
+    """The option of every block with the least seconds under the problem's limit.
+
+    Args:
+        problem: Menus, moments and limit.
+        starts: First block of stages 1, 2, ...
+
+    Returns:
+        None if nothing fits.
+    """
+    found = [0] * len(problem.blocks)
+    rows = bounds(starts, len(problem.blocks))
+    known: dict[object, list[int] | None] = {}
+    for device in range(problem.pp):
+        runs = {s: range(*rows[s]) for s in problem.stages_of(device)}
+        places = [i for s in sorted(runs) for i in runs[s]]
+        key = _key(problem, device, runs)
+        if key not in known:
+            known[key] = _rank_options(problem, device, runs)
+        chosen = known[key]
+        if chosen is None:
+            return None
+        for place, option in zip(places, chosen, strict=True):
+            found[place] = option
+    return tuple(found)
+
+
+def needed_bytes(
+    problem: StageProblem, starts: Sequence[int], options: Sequence[int]
+) -> tuple[int, ...]:
+    """Peak per pipeline rank of a choice: the independent statement of the rows."""
+    rows = bounds(starts, len(problem.blocks))
+    result = []
+    for device in range(problem.pp):
+        runs = {s: range(*rows[s]) for s in problem.stages_of(device)}
+        chosen = {i: problem.blocks[i].options[options[i]] for run in runs.values() for i in run}
+        most = 0
+        for moment in problem.moments(device):
+            alive = sum(
+                chosen[i].alive_bytes(moment[s], s) for s, run in runs.items() if s in moment
+                for i in run
+            )  # fmt: skip
+            for stage, run in runs.items():
+                gone = 0
+                for i in reversed(run):
+                    most = max(most, alive - gone + chosen[i].transient_bytes)
+                    gone += chosen[i].saved_bytes if _frees(problem, moment, stage) else 0
+        states = sum(problem.blocks[i].state_bytes for i in chosen)
+        result.append(problem.base_bytes + states + most)
+    return tuple(result)
+
+
+def _frees(problem: StageProblem, moment: Mapping[int, Alive], stage: int) -> bool:
+    """Whether later blocks of a stage have let go of a micro-batch when earlier ones run."""
+    if problem.schedule.splits_backward:
+        return False
+    return stage in moment and moment[stage].before > 0
+
+
+def _key(problem: StageProblem, device: int, runs: Runs) -> object:
+    """What a rank's program depends on."""
+    moments = tuple(
+        tuple(moment.get(s, Alive(0, 0)) for s in sorted(runs))
+        for moment in problem.moments(device)
+    )
+    blocks = tuple(tuple(problem.blocks[i].key for i in runs[s]) for s in sorted(runs))
+    return blocks, moments, 0 in runs
+
+
+def _rank_options(problem: StageProblem, device: int, runs: Runs) -> list[int] | None:
+    """The options of a rank's blocks, in the order of its stages."""
+    blocks = {i: problem.blocks[i] for s in sorted(runs) for i in runs[s]}
+    if all(len(block.options) == 1 for block in blocks.values()):
+        return [0] * len(blocks)
+    states = sum(block.state_bytes for block in blocks.values())
+    room = problem.limit_bytes - problem.base_bytes - states
+    if room <= 0:
+        return None
+    rows = [r for moment in problem.moments(device) for r in _memory_rows(problem, moment, runs)]
+    for slack in SLACKS:
+        found = _solve(blocks, [(row, room * (1 - slack)) for row in rows])
+        if found is None or all(sum(row.get(at, 0) for at in found) <= room for row in rows):
+            break
+    return None if found is None else [o for _, o in found]
+
+
+def _solve(
+    blocks: Mapping[int, BlockMenu], rows: Sequence[tuple[_Row, float]]
+) -> list[tuple[int, int]] | None:
+    """Block and option of the choice with the least seconds; None if none was found.
+
+    Args:
+        blocks: Of the rank.
+        rows: Bytes of every option, and the room for those that are chosen.
+    """
+    model = mathopt.Model(name="reopen")
+    takes = {
+        (i, o): model.add_binary_variable()
+        for i, b in blocks.items()
+        for o in range(len(b.options))
+    }
+    for i, block in blocks.items():
+        row = [takes[i, o] for o in range(len(block.options))]
+        model.add_linear_constraint(mathopt.LinearSum(row) == 1.0)
+    for weights, room in rows:
+        held = [takes[at] * (size / room) for at, size in weights.items()]
+        model.add_linear_constraint(mathopt.LinearSum(held) <= 1.0)
+    model.minimize(
+        mathopt.LinearSum(v * blocks[i].options[o].total_s for (i, o), v in takes.items())
+    )
+    parameters = mathopt.SolveParameters(
+        node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=GAP
+    )
+    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
+    if not result.has_primal_feasible_solution():
+        return None
+    values = result.variable_values()
+    return [at for at, take in takes.items() if values[take] > 0.5]
+
+
+def _memory_rows(problem: StageProblem, moment: Mapping[int, Alive], runs: Runs) -> Iterator[_Row]:
+    """The rows of one moment, one for each block that may be running: bytes of every option."""
+    alive = {
+        (i, o): option.alive_bytes(moment[s], s)
+        for s, run in runs.items()
+        if s in moment
+        for i in run
+        for o, option in enumerate(problem.blocks[i].options)
+    }
+    for stage, run in runs.items():
+        left = dict(alive)
+        for i in reversed(run):
+            row = dict(left)
+            for o, option in enumerate(problem.blocks[i].options):
+                row[i, o] = row.get((i, o), 0) + option.transient_bytes
+                if _frees(problem, moment, stage):
+                    left[i, o] -= option.saved_bytes
+            yield row

@@ -1,0 +1,177 @@
+"""A step as a graph whose longest path is its time, for stages of any seconds.
+
+In which order every rank computes and sends is fixed by the schedule, so whatever the stages take,
+a step ends when the longest chain of things that wait for each other has ended: the computes of a
+rank one after another, a message after what made it and after those sent before it on the same way,
+a compute after the message that it reads. Each thing takes seconds of one *term*: the forward of
+stage 3, the message over the boundary before stage 4. A path is then a sum of terms, and no step in
+this order is shorter than any of its paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from autopar.plan.actions import ActionKind
+from autopar.plan.schedule import Order
+
+K = ActionKind
+
+
+class Term(IntEnum):
+    """What a thing on a path takes, each by stage."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    INPUTS = 2  # the half of a backward that other stages wait for
+    WEIGHTS = 3
+    GATHER = 4
+    REDUCE = 5
+    MESSAGE = 6  # over the boundary before the stage
+
+
+Path = Mapping[tuple[Term, int], int]
+"""How often a path has each term of each stage."""
+
+_TERMS = {
+    K.FORWARD: Term.FORWARD,
+    K.BACKWARD: Term.BACKWARD,
+    K.BACKWARD_INPUT: Term.INPUTS,
+    K.BACKWARD_WEIGHT: Term.WEIGHTS,
+}
+_Key = tuple[bool, int, int]
+_Thing = tuple[int, _Key | None, _Key | None]
+
+
+@dataclass(slots=True)
+class StepPaths:
+    """The graph of one order.
+
+    Args:
+        order: Who computes what when; every stage sends to its neighbours alone.
+        num_stages: Stages of all ranks.
+        reduces_each: Whether gradients are reduced after every backward, not after the last one.
+    """
+
+    order: Order
+    num_stages: int
+    reduces_each: bool = False
+    _terms: list[int] = field(default_factory=list)
+    _before: list[int] = field(default_factory=list)
+    _beside: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rank_of = {c.stage: rank for rank, row in enumerate(self.order) for c in row}
+        rows = [self._things(rank, rank_of) for rank in range(len(self.order))]
+        sent: dict[_Key, int] = {}
+        ways: dict[tuple[int, int], int] = {}
+        waiting: dict[_Key, int] = {}
+        position, last = [0] * len(rows), [-1] * len(rows)
+        ready = list(range(len(rows)))
+        while ready:
+            rank = ready.pop()
+            row = rows[rank]
+            while position[rank] < len(row):
+                term, reads, sends = row[position[rank]]
+                beside = -1
+                if reads is not None:
+                    if reads not in sent:
+                        waiting[reads] = rank
+                        break
+                    beside = sent[reads]
+                last[rank] = self._add(term, last[rank], beside)
+                if sends is not None:
+                    way = (rank, rank_of[sends[1]])
+                    # a message over a boundary is that of its later stage, either way
+                    boundary = sends[1] if sends[0] else sends[1] + 1
+                    at = self._add(
+                        self._index(Term.MESSAGE, boundary), last[rank], ways.get(way, -1)
+                    )
+                    ways[way] = sent[sends] = at
+                    if sends in waiting:
+                        ready.append(waiting.pop(sends))
+                position[rank] += 1
+        self._ends = [at for at in last if at >= 0]
+
+    def __len__(self) -> int:
+        """Computes, messages and once-per-step work."""
+        return len(self._terms)
+
+    def _index(self, term: Term, stage: int) -> int:
+        return int(term) * self.num_stages + stage
+
+    def _add(self, term: int, before: int, beside: int) -> int:
+        self._terms.append(term)
+        self._before.append(before)
+        self._beside.append(beside)
+        return len(self._terms) - 1
+
+    def _things(self, rank: int, rank_of: Mapping[int, int]) -> list[_Thing]:
+        """A rank's row: the term of each thing, the message it waits for, the one it sends."""
+        row = self.order[rank]
+        first: dict[int, int] = {}
+        last = {c.stage: position for position, c in enumerate(row)}
+        has_backwards = any(c.kind is not K.FORWARD for c in row)
+        found: list[_Thing] = []
+        for position, (stage, kind, microbatch) in enumerate(row):
+            if first.setdefault(stage, position) == position:
+                found.append((self._index(Term.GATHER, stage), None, None))
+            reads = sends = None
+            if kind is not K.BACKWARD_WEIGHT:
+                ahead = kind is K.FORWARD
+                source, target = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
+                if rank_of.get(source, rank) != rank:
+                    reads = (ahead, stage, microbatch)
+                if rank_of.get(target, rank) != rank:
+                    sends = (ahead, target, microbatch)
+            found.append((self._index(_TERMS[kind], stage), reads, sends))
+            makes_gradients = kind in (K.BACKWARD, K.BACKWARD_WEIGHT)
+            is_last = last[stage] == position
+            if has_backwards and (is_last or (self.reduces_each and makes_gradients)):
+                found.append((self._index(Term.REDUCE, stage), None, None))
+        return found
+
+    def longest(self, seconds: Sequence[Sequence[float]]) -> tuple[float, tuple[Path, ...]]:
+        """Seconds until all ranks are done, and the longest path to the end of every rank.
+
+        Args:
+            seconds: By term, by stage.
+        """
+        weights = [row[s] for row in seconds for s in range(self.num_stages)]
+        ends: list[float] = []
+        add = ends.append
+        for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
+            end_s = ends[before] if before >= 0 else 0.0
+            if beside >= 0 and ends[beside] > end_s:
+                end_s = ends[beside]
+            add(end_s + weights[term])
+        last = sorted(self._ends, key=lambda at: -ends[at])
+        return ends[last[0]], tuple(self._path(at, ends) for at in last)
+
+    def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
+        """Seconds until all ranks are done."""
+        weights = [row[s] for row in seconds for s in range(self.num_stages)]
+        ends: list[float] = []
+        add = ends.append
+        for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
+            end_s = ends[before] if before >= 0 else 0.0
+            if beside >= 0 and ends[beside] > end_s:
+                end_s = ends[beside]
+            add(end_s + weights[term])
+        return max(ends[at] for at in self._ends)
+
+    def _path(self, at: int, ends: Sequence[float]) -> Path:
+        counts: Counter[int] = Counter()
+        while at >= 0:
+            counts[self._terms[at]] += 1
+            before, beside = self._before[at], self._beside[at]
+            is_beside = beside >= 0 and (before < 0 or ends[beside] > ends[before])
+            at = beside if is_beside else before
+        return {
+            (Term(index // self.num_stages), index % self.num_stages): count
+            for index, count in counts.items()
+        }
