@@ -379,7 +379,11 @@ def pipelines_in_place(
         slow = cluster.slowest_device(own)
         for index in {cluster.machine_of(r) for r in own}:
             machines[index] = replace(machines[index], device=slow)
-    built = planner.builder.build(replace(cluster, machines=tuple(machines)))
+    wanted = {(s.tp, p.microbatch_samples // s.dp) for p in plan.pipelines for s in p.stages}
+    try:
+        built = planner.builder.build(replace(cluster, machines=tuple(machines)), wanted=wanted)
+    except InfeasibleError:
+        return None
     search = PipelineSearch(built.problem)
     choice: list[PipelineChoice] = []
     for pipeline in plan.pipelines:
