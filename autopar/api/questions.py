@@ -24,11 +24,11 @@ from autopar.solver.constraints import Constraints
 from autopar.solver.explain import explain_with_model
 from autopar.solver.explain_parameters import explain_parameters_with_model
 from autopar.solver.given import constraints_of
-from autopar.solver.objective import Goal, goal
+from autopar.solver.objective import Goal, Objective, goal
 from autopar.solver.planning import Planner
 from autopar.solver.question import Asker, Progress, Question, constraints_key, grown
 from autopar.solver.relax import solve_or_explain
-from autopar.solver.replan import Replan, change_of, replan
+from autopar.solver.replan import Replan, change_of, pipelines_in_place, replan
 from autopar.solver.why_not import why_not
 
 if TYPE_CHECKING:
@@ -63,6 +63,19 @@ def question_for(
         time_limit_s: Wall-clock guard of each search.
         towards: What is minimised on devices of several kinds; the time of a step if left out.
     """
+    planners: dict[object, Planner] = {}
+
+    def planner_of(asked: Question | None) -> Planner:
+        """Who plans unequal pipelines under the constraints of a question; the own ones if None."""
+        wish = constraints if asked is None else asked.constraints
+        kind = optimizer if asked is None else asked.optimizer
+        key = (constraints_key(wish), kind)
+        if key not in planners:
+            planners[key] = planner_for(
+                captured, wish, optimizer=kind, goal=towards or Goal(), time_limit_s=time_limit_s
+            )
+        return planners[key]
+
     return Question(
         graph=captured.graph,
         model_hash=captured.hash,
@@ -74,36 +87,23 @@ def question_for(
         dress=lambda plan: dressed(plan, captured),
         grow=_grown,
         programs=_programs(captured),
-        pipelines=_pipelines(captured, optimizer, time_limit_s, towards),
+        pipelines=lambda asked, progress: _pipelines(planner_of(asked), asked, progress),
+        in_place=lambda plan, other: pipelines_in_place(planner_of(None), plan, other),
         time_limit_s=time_limit_s,
     )
 
 
 def _pipelines(
-    captured: Captured, optimizer: str, time_limit_s: float | None, towards: Goal | None
-) -> Callable[[Question, Progress], tuple[Plan, SearchStats] | None]:
-    """Who answers questions whose plans may have unequal pipelines."""
-    planners: dict[object, Planner] = {}
-
-    def answer(question: Question, progress: Progress) -> tuple[Plan, SearchStats] | None:
-        key = (constraints_key(question.constraints), question.optimizer)
-        if key not in planners:
-            planners[key] = planner_for(
-                captured,
-                question.constraints,
-                optimizer=question.optimizer,
-                goal=towards or Goal(),
-                time_limit_s=time_limit_s,
-            )
-        planner = planners[key]
-        if not planner.takes_pipelines(question.cluster):
-            return None
-        planner.progress = progress
-        own_limit = question.limit_bytes == question.cluster.memory_bytes
-        limit_bytes = None if own_limit else question.limit_bytes
-        return planner.plan(question.cluster, limit_bytes=limit_bytes)
-
-    return answer
+    planner: Planner, question: Question, progress: Progress
+) -> tuple[Plan, SearchStats] | None:
+    """Answers questions about unequal pipelines, and about cost; None for others."""
+    is_for_time = planner.goal.objective is Objective.TIME
+    if is_for_time and not planner.takes_pipelines(question.cluster):
+        return None
+    planner.progress = progress
+    own_limit = question.limit_bytes == question.cluster.memory_bytes
+    limit_bytes = None if own_limit else question.limit_bytes
+    return planner.plan(question.cluster, limit_bytes=limit_bytes)
 
 
 def _grown(cluster: Cluster, factor: int) -> Cluster:

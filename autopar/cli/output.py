@@ -47,6 +47,7 @@ def error_record(error: AutoparError) -> dict[str, Json]:
         found["shortfalls"] = [json_record(shortfall) for shortfall in error.shortfalls]
         found["relaxations"] = [json_record(relaxation) for relaxation in error.relaxations]
         found["notes"] = list(error.notes)
+        found["num_tried"] = error.num_tried
     return {"error": found}
 
 

@@ -33,7 +33,7 @@
 ``intra`` and ``inter`` may be left out where the device is a preset or based on one. Bandwidths
 are per device and direction (see :mod:`autopar.cluster.topology`); ``between_sites`` is needed
 where machines stand at several sites. Unknown keys are refused. YAML (``.yaml``, ``.yml``) has the
-same entries, and takes PyYAML (``pip install autopar[yaml]``).
+same entries, and takes PyYAML (``pip install pyyaml``).
 """
 
 from __future__ import annotations

@@ -217,13 +217,15 @@ class WhyNot:
     Attributes:
         asked: The constraint, such as ``"tp=8"``.
         verdict: ``"it is the plan"``, ``"slower"``, ``"as fast"``, ``"faster"`` (a search that was
-            cut short had missed it), ``"infeasible"`` or ``"refused"``.
+            cut short had missed it), ``"infeasible"`` or ``"refused"``; of a plan that was made for
+            its cost ``"dearer"``, ``"as cheap"`` or ``"cheaper"``.
         before_s: Seconds of the plan.
         after_s: Seconds under the constraint; 0 if there is no plan.
         name: What the plan under the constraint is.
         changes: Term -> seconds that it needs more.
         reasons: Why, in sentences; limits with both numbers.
         differences: What that plan does differently, in sentences.
+        costs: Price of a step before and after, where cost is what is minimised.
     """
 
     asked: str
@@ -234,6 +236,7 @@ class WhyNot:
     changes: Mapping[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
+    costs: tuple[float, float] | None = None
 
     @property
     def headline(self) -> str:
@@ -242,8 +245,15 @@ class WhyNot:
             return f"{self.asked}: {self.verdict}"
         if self.verdict == "it is the plan":
             return f"{self.asked}: the plan is so already ({self.name})"
-        percent = 100 * (self.after_s / self.before_s - 1) if self.before_s > 0 else 0.0
-        amount = "" if self.verdict == "as fast" else f" by {abs(percent):.2f} %"
+        old, new = self.costs or (self.before_s, self.after_s)
+        percent = 100 * (new / old - 1) if old > 0 else 0.0
+        amount = "" if self.verdict.startswith("as ") else f" by {abs(percent):.2f} %"
+        if self.costs is not None:
+            return (
+                f"{self.asked}: {self.verdict}{amount}: {new:.4g} per step "
+                f"({format_time(self.after_s)}) with {self.name} against {old:.4g} "
+                f"({format_time(self.before_s)})"
+            )
         return (
             f"{self.asked}: {self.verdict}{amount}: {format_time(self.after_s)} with {self.name} "
             f"against {format_time(self.before_s)}"

@@ -4,7 +4,8 @@
 2. A stage has ``dp * tp`` devices, ``dp`` divides the samples of a micro-batch.
 3. No device is in two stages, and every one is among the plan's.
 4. The stages of a pipeline run all blocks once, in order; all pipelines run the same number.
-5. Every stage fits the memory of its own kind of device; in the cluster, that kind is what it has.
+5. Every stage fits the memory of its own kind of device; in the cluster, that kind is what it has,
+   or the slowest of what it has.
 """
 
 from __future__ import annotations
@@ -91,12 +92,15 @@ def _memory_faults(where: str, stage: PipelineStage) -> Iterator[str]:
 
 
 def _cluster_faults(where: str, stage: PipelineStage, cluster: Cluster) -> Iterator[str]:
+    there = [rank for rank in stage.devices if 0 <= rank < cluster.num_devices]
+    # a stage that stayed when a machine of its got slower is of the slowest kind that it has
+    pace = cluster.slowest_device(there).name if there else ""
     for rank in stage.devices:
         if not 0 <= rank < cluster.num_devices:
             yield f"{where} has device {rank}, the cluster has {cluster.num_devices} devices"
             return
         device = cluster.device_of(rank)
-        if device.name != stage.device:
+        if stage.device not in (device.name, pace):
             yield f"{where} is for {stage.device}, device {rank} of the cluster is {device.name}"
             return
         if stage.memory_bytes > device.memory_bytes:

@@ -255,6 +255,8 @@ class _Reader:
             return _NON_FINITE[value]
         if kind is float and type(value) is int:
             return float(value)
+        if kind is float and isinstance(value, float) and not math.isfinite(value):
+            raise self._bad(where, value, "a finite number")  # ours are written as texts
         if type(value) is not kind:
             raise self._bad(where, value, _WORDS.get(cast(type, kind), str(kind)))
         return value

@@ -60,21 +60,26 @@ def _header(plan: Plan, width: int) -> Lines:
     )
     kinds = ", ".join(f"{count} {name}" for name, count in used.items())
     rows = [
-        ("pipelines", f"{len(plan.pipelines)} side by side, 1F1B in each"),
+        (
+            "pipelines",
+            "one, 1F1B"
+            if len(plan.pipelines) == 1
+            else f"{len(plan.pipelines)} side by side, 1F1B in each",
+        ),
         ("devices", f"{plan.num_ranks} of {plan.num_devices} ({plan.cluster}): {kinds}"),
     ]
     idle = plan.idle_ranks
     if idle:
         rows.append(("idle", f"rank{'s' if len(idle) > 1 else ''} {fold_ranks(idle)}"))
     rows.append(("time", f"{format_time(plan.time_s)} per step, predicted"))
-    gap = max(0.0, 1 - plan.bound_s / plan.time_s) if plan.time_s > 0 else 0.0
-    rows.append(
-        (
-            "bound",
+    bound = "no lower bound was proved"
+    if plan.bound_s > 0 and plan.time_s > 0:
+        gap = max(0.0, 1 - plan.bound_s / plan.time_s)
+        bound = (
             f"no plan on these devices takes less than {format_time(plan.bound_s)}, all of them at "
-            f"full speed without waiting: gap {100 * gap:.1f} %",
+            f"full speed without waiting: gap {100 * gap:.1f} %"
         )
-    )
+    rows.append(("bound", bound))
     cost = cost_words(plan)
     if cost:
         rows.append(("cost", cost))

@@ -29,7 +29,7 @@ from autopar.solver.splits_structure import (
     graph_facts,
     split_structure,
 )
-from cost_models.base import CostModel, slowest_group
+from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.memory import optimizer_state_bytes
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
@@ -351,8 +351,16 @@ class Analysis:
 
 
 def optimizer_s_per_byte(model: CostModel, optimizer: str) -> float:
-    """Seconds of an optimizer step per byte of stored parameter: it streams all of the state."""
+    """Seconds of an optimizer step per byte of stored parameter: it streams all of the state.
+
+    Where the step was measured it is what a further byte takes; what a step and a tensor take
+    whatever their size is left to the exact figures.
+    """
     probe = TensorMeta((PROBE_ELEMENTS,), "float32")
+    if isinstance(model, HostCosts):
+        whole_s, empty_s = (model.optimizer_time_s(optimizer, 1, b) for b in (probe.bytes, 0.0))
+        if whole_s is not None and empty_s is not None:
+            return max(0.0, whole_s - empty_s) / probe.bytes
     add_s = model.op_time_s("aten.add.Tensor", (Ref("0"), Ref("1")), [probe, probe], probe)
     state = optimizer_state_bytes(optimizer, probe) / probe.bytes
     # reads parameter, gradient and state, writes parameter and state; an add touches three

@@ -371,6 +371,25 @@ class _Table:
                     cost.weight_s += self.node_s[node.name]
             else:
                 cost.forward_s += self.node_s[node.name]
+        self._returned(seconds, made)
+
+    def _returned(self, seconds: list[_Seconds], made: set[tuple[str, Layout, int]]) -> None:
+        """What leaves the program whole is gathered at the end of the block that makes it."""
+        for output in self.analysis.graph.outputs:
+            sink = self.chosen.get(f"output {output.target}")
+            if output.value is None or sink is None:
+                continue
+            have, want = self._layout(output.value.name), sink.operands[0]
+            base = self.keys.get(output.value.name, output.value.name).partition("#")[0]
+            key = (self.keys.get(output.value.name, output.value.name), want, int(Pass.FORWARD))
+            if have == want or key in made or base not in self.node_s:
+                continue
+            made.add(key)
+            meta = self.structure.metas.get(output.value.name)
+            if meta is None:
+                continue
+            cost = seconds[self.analysis.chain.block_of[base]]
+            cost.forward_s += self.prices.move_s(meta, have, want) or 0.0
 
     def _move_s(
         self, node: Node, operand: int, ref: str, when: Pass, made: set[tuple[str, Layout, int]]

@@ -53,7 +53,16 @@ def _memory_price(asker: Asker, plan: Plan) -> ShadowPrice | None:
         other = asker.ask(what, limit_bytes=asked.limit_bytes + GIB)
     if other is None:
         return None
-    if not isinstance(other, Plan) or other.time_s >= plan.time_s:
+    if isinstance(other, Plan) and is_cheaper(other, plan):
+        cost = f"cost {plan.cost_per_step:.4g} -> {other.cost_per_step:.4g} per step, "
+        return ShadowPrice(
+            what=what,
+            method=RE_SOLVED,
+            before_s=plan.time_s,
+            after_s=other.time_s,
+            change=cost + _change(plan, other),
+        )
+    if plan.objective == "cost" or not isinstance(other, Plan) or other.time_s >= plan.time_s:
         # this plan fits there as well: no answer can be worse than it
         return ShadowPrice(what=what, method=RE_SOLVED, before_s=plan.time_s, after_s=plan.time_s)
     return ShadowPrice(
@@ -63,6 +72,13 @@ def _memory_price(asker: Asker, plan: Plan) -> ShadowPrice | None:
         after_s=other.time_s,
         change=_change(plan, other),
     )
+
+
+def is_cheaper(plan: Plan, other: Plan) -> bool:
+    """Whether a step of a plan costs less than one of another that was planned for its cost."""
+    if other.objective != "cost" or plan.cost_per_step is None or other.cost_per_step is None:
+        return False
+    return plan.cost_per_step < other.cost_per_step * (1 - EQUAL)
 
 
 def _roomier(cluster: Cluster, extra_bytes: int) -> Cluster:
@@ -93,7 +109,7 @@ def _change(plan: Plan, other: Plan) -> str:
 def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]]:
     """This plan on faster links and devices."""
     if plan.pipelines:
-        return [], ["what faster links are worth: not told for plans of unequal pipelines"]
+        return _rate_prices_of_pipelines(asker, plan)
     cluster = asker.question.cluster
     model = asker.prices(cluster)
     again = Resimulator.of(plan, asker.analysis())
@@ -105,17 +121,9 @@ def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]
             f"{format_time(now_s)}: what faster links are worth is told by today's"
         )
     found = []
-    for part in Part:
-        if part is Part.INSIDE and all(m.num_devices == 1 for m in cluster.machines):
-            continue
-        if part is Part.BETWEEN and len(cluster.machines) == 1:
-            continue
-        if part is Part.SITES and cluster.between_sites is None:
-            continue
+    for part in _parts(cluster):
         prices = better_prices(model, cluster, part, FASTER)
-        what = f"10 % more of the {part.value}"
-        if part is not Part.DEVICES:
-            what = f"10 % more bandwidth of the {part.value}"
+        what = _part_words(part)
         if prices is None:
             notes.append(f"{what}: prices were measured on this machine, not worked out from it")
             continue
@@ -123,3 +131,38 @@ def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]
         asker.progress(f"{what}: {format_time(after_s)}")
         found.append(ShadowPrice(what=what, method=RE_SIMULATED, before_s=now_s, after_s=after_s))
     return sorted(found, key=lambda price: price.after_s - price.before_s), notes
+
+
+def _rate_prices_of_pipelines(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]]:
+    """The same pipelines, priced and simulated on faster links and devices."""
+    again, cluster = asker.question.in_place, asker.question.cluster
+    now = None if again is None else again(plan, cluster)
+    if again is None or now is None:
+        return [], ["what faster links are worth: the plan's pipelines do not fit today's prices"]
+    found = []
+    for part in _parts(cluster):
+        what = _part_words(part)
+        better = again(plan, better_cluster(cluster, part, FASTER))
+        if better is None:
+            continue
+        asker.progress(f"{what}: {format_time(better.time_s)}")
+        found.append(
+            ShadowPrice(what=what, method=RE_SIMULATED, before_s=now.time_s, after_s=better.time_s)
+        )
+    return sorted(found, key=lambda price: price.after_s - price.before_s), []
+
+
+def _parts(cluster: Cluster) -> list[Part]:
+    """What of a cluster can get better."""
+    found = [Part.DEVICES]
+    if any(m.num_devices > 1 for m in cluster.machines):
+        found.append(Part.INSIDE)
+    if len(cluster.machines) > 1:
+        found.append(Part.BETWEEN)
+    if cluster.between_sites is not None:
+        found.append(Part.SITES)
+    return [part for part in Part if part in found]
+
+
+def _part_words(part: Part) -> str:
+    return f"10 % more {'of' if part is Part.DEVICES else 'bandwidth of'} the {part.value}"

@@ -48,7 +48,10 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
         raise ConfigError(f"{pattern!r} matches no parameter; they are such as {examples}")
     if plan.pipelines:
         told = explain_parameters(plan, pattern)
-        note = "collectives and other splits: not told for plans of unequal pipelines"
+        note = (
+            "collectives and other splits: plans of unequal pipelines choose them stage by stage; "
+            "plan with pp= or tp= for one mesh, and ask that plan"
+        )
         return replace(told, missing=(note,))
     again = Resimulator.of(plan, analysis)
     setting = again.setting(analysis.cluster, analysis.model, analysis.optimizer_s_per_byte)

@@ -9,7 +9,7 @@ and add a reduce-scatter of gradients and an all-gather of parameters per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster, Machine
@@ -103,6 +103,7 @@ class MixedBuilder:
         limit_bytes: int | None = None,
         *,
         is_late: Callable[[], bool] = never,
+        wanted: Collection[tuple[int, int]] | None = None,
     ) -> Built:
         """The problem on a cluster.
 
@@ -110,6 +111,7 @@ class MixedBuilder:
             cluster: All machines.
             limit_bytes: Memory of a device of any class; what each has if None.
             is_late: Whether to price no more sizes of micro-batches than one of each kind.
+            wanted: ``tp`` and samples on a rank that are priced; all that may be of use if None.
 
         Raises:
             InfeasibleError: No way to run the model's blocks was found on any class.
@@ -123,8 +125,13 @@ class MixedBuilder:
             analysis = self._analysis(own)
             analyses.append(analysis)
             for tp in (n for n in range(1, cls.machine_size + 1) if cls.machine_size % n == 0):
-                for samples, found in self._sizes(own, machine, tp, is_late):
-                    priced[index, tp, samples] = found
+                if wanted is None:
+                    sizes = self._sizes(own, machine, tp, is_late)
+                else:
+                    few = sorted(n for width, n in wanted if width == tp)
+                    made = [(n, self._price(own, machine, tp, n)) for n in few]
+                    sizes = [(n, found) for n, found in made if found is not None]
+                priced.update({(index, tp, samples): found for samples, found in sizes})
         if not priced:
             raise InfeasibleError(f"no block of the model can be run on {cluster}")
         chain = analyses[0].chain

@@ -74,6 +74,8 @@ class Question:
         time_limit_s: Wall-clock guard of each search.
         pipelines: Answers a question whose plan may have unequal pipelines, dressed; None for one
             that the search of one mesh answers.
+        in_place: A plan of unequal pipelines on the same devices of a cluster with other figures;
+            None if it does not fit there.
     """
 
     graph: Graph
@@ -88,6 +90,7 @@ class Question:
     programs: Mapping[str, Callable[[], Graph]] = field(default_factory=dict)
     time_limit_s: float | None = None
     pipelines: Callable[[Question, Progress], tuple[Plan, SearchStats] | None] | None = None
+    in_place: Callable[[Plan, Cluster], Plan | None] | None = None
 
 
 @dataclass(slots=True)

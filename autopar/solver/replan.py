@@ -27,6 +27,7 @@ from autopar.solver.mixed_build import Built
 from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, evaluated, shares
 from autopar.solver.mixed_pipelines import PipelineSearch, Template
 from autopar.solver.mixed_problem import PipelineChoice, StageChoice, place
+from autopar.solver.objective import Objective
 from autopar.solver.planning import Planner, cost_of
 from autopar.units import format_time
 from cost_models.memory import optimizer_state_bytes
@@ -197,7 +198,7 @@ def replan(
         found, stay, is_thorough = _pipelines(planner, plan, change, thorough=thorough)
     else:
         found, stay, is_thorough = _mesh(planner, plan, change, thorough=thorough)
-    if stay is not None and stay.time_s < found.time_s:
+    if stay is not None and _is_better(planner, stay, found):
         found = stay
     states = state_bytes(planner)
 
@@ -215,6 +216,15 @@ def replan(
         stay_migration=None if stay is None else travel(stay),
         is_thorough=is_thorough,
     )
+
+
+def _is_better(planner: Planner, plan: Plan, other: Plan) -> bool:
+    """Whether a plan is better than another by what is minimised."""
+    if planner.goal.objective is Objective.COST:
+        return (plan.cost_per_step or math.inf) < (other.cost_per_step or math.inf)
+    limit = planner.goal.cost_limit
+    affords = limit is None or (plan.cost_per_step or math.inf) <= limit
+    return affords and plan.time_s < other.time_s
 
 
 def state_bytes(planner: Planner) -> dict[str, int]:
@@ -235,6 +245,8 @@ def _mesh(
     cluster, own = change.cluster, planner.constraints
     stay = _fewer_data_ranks(planner, plan, cluster)
     near = replace(own, tp=plan.mesh.tp) if not plan.pipelines and own.tp is None else own
+    if planner.goal.objective is not Objective.TIME:
+        near = own  # a search near the old shape asks for the fastest plan alone
     is_thorough = thorough or near is own
     if not is_thorough:
         try:
@@ -333,25 +345,45 @@ def _alone(simulated: Simulated) -> MixedAnswer:
 def _in_place(planner: Planner, plan: Plan, change: Change) -> Plan | None:
     """The old plan where all of its devices are still there, some of them slower or faster.
 
-    A mesh goes on as one, at the pace of its slowest device. A stage of a pipeline goes on at the
-    pace of its slowest machine: it is priced as if all of its machines were such ones.
+    A mesh goes on as one, at the pace of its slowest device.
     """
     if not plan.pipelines:
         return _fewer_data_ranks(planner, plan, change.cluster)
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if not all(rank in change.ranks for stage in stages for rank in stage.devices):
+    used = {r for pipeline in plan.pipelines for stage in pipeline.stages for r in stage.devices}
+    if not all(rank in change.ranks for rank in used):
         return None
-    cluster, machines = change.cluster, list(change.cluster.machines)
-    for stage in stages:
-        own = sorted({cluster.machine_of(change.ranks[r]) for r in stage.devices})
-        slow = cluster.slowest_device([change.ranks[r] for r in stage.devices])
-        for index in own:
+    return pipelines_in_place(planner, plan, change.cluster, change.ranks)
+
+
+def pipelines_in_place(
+    planner: Planner, plan: Plan, cluster: Cluster, ranks: Mapping[int, int] | None = None
+) -> Plan | None:
+    """The same pipelines on the same devices of a cluster with other figures.
+
+    A stage goes on at the pace of its slowest machine: it is priced as if all of its machines were
+    such ones. What blocks keep for the backward is chosen anew.
+
+    Args:
+        planner: Of the same model.
+        plan: A plan of unequal pipelines.
+        cluster: The cluster.
+        ranks: Rank under the plan -> rank on the cluster; the same if left out.
+
+    Returns:
+        None if a stage does not fit any more.
+    """
+    machines = list(cluster.machines)
+    moved = {r: r for r in range(plan.num_devices)} if ranks is None else ranks
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        own = [moved[r] for r in stage.devices]
+        slow = cluster.slowest_device(own)
+        for index in {cluster.machine_of(r) for r in own}:
             machines[index] = replace(machines[index], device=slow)
-    built = planner.builder.build(replace(cluster, machines=tuple(machines)))
-    names = {
-        stage: built.problem.cluster.device_of(change.ranks[stage.devices[0]]).name
-        for stage in stages
-    }
+    wanted = {(s.tp, p.microbatch_samples // s.dp) for p in plan.pipelines for s in p.stages}
+    try:
+        built = planner.builder.build(replace(cluster, machines=tuple(machines)), wanted=wanted)
+    except InfeasibleError:
+        return None
     search = PipelineSearch(built.problem)
     choice: list[PipelineChoice] = []
     for pipeline in plan.pipelines:
@@ -359,7 +391,13 @@ def _in_place(planner: Planner, plan: Plan, change: Change) -> Plan | None:
             search,
             built,
             [
-                (names[s], s.dp, s.tp, pipeline.microbatch_samples, s.layers)
+                (
+                    built.problem.cluster.device_of(moved[s.devices[0]]).name,
+                    s.dp,
+                    s.tp,
+                    pipeline.microbatch_samples,
+                    s.layers,
+                )
                 for s in pipeline.stages
             ],
         )
@@ -369,19 +407,18 @@ def _in_place(planner: Planner, plan: Plan, change: Change) -> Plan | None:
     simulated = evaluated(built.problem, tuple(choice))
     if simulated is None:
         return None
-    goal = planner.goal
-    wish = MixedWish(objective=goal.objective, cost_limit=goal.cost_limit)
+    wish = MixedWish(objective=planner.goal.objective, cost_limit=planner.goal.cost_limit)
     made = planner.dress(mixed_plan(built, _alone(simulated), planner.model_hash, wish))
-    return replace(made, cluster=str(cluster), pipelines=_on_old_ranks(made, plan, change))
+    return replace(made, cluster=str(cluster), pipelines=_on_old_ranks(made, plan, moved))
 
 
-def _on_old_ranks(made: Plan, plan: Plan, change: Change) -> tuple[PipelinePlan, ...]:
+def _on_old_ranks(made: Plan, plan: Plan, ranks: Mapping[int, int]) -> tuple[PipelinePlan, ...]:
     """Pipelines on the devices that they have: the problem counts devices and names any."""
     return tuple(
         replace(
             pipeline,
             stages=tuple(
-                replace(stage, devices=tuple(change.ranks[r] for r in old.devices))
+                replace(stage, devices=tuple(ranks[r] for r in old.devices))
                 for stage, old in zip(pipeline.stages, before.stages, strict=True)
             ),
         )

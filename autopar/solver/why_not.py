@@ -67,17 +67,23 @@ def _compared(asked: str, plan: Plan, other: Plan, notes: tuple[str, ...]) -> Wh
     diff = diff_plans(plan, other)
     shape = [c for c in diff.shape if c.what not in _HIDDEN]
     changes = [*shape, *diff.stages, *diff.splits]
-    ratio = other.time_s / plan.time_s if plan.time_s > 0 else 1.0
+    costs = None
+    old, new = plan.time_s, other.time_s
+    slower, as_fast, faster = "slower", "as fast", "faster"
+    if plan.objective == "cost" and plan.cost_per_step is not None:
+        old, new = costs = plan.cost_per_step, other.cost_per_step or 0.0
+        slower, as_fast, faster = "dearer", "as cheap", "cheaper"
+    ratio = new / old if old > 0 else 1.0
     reasons = list(notes)
     if not changes:
         verdict = "it is the plan"
     elif abs(ratio - 1) <= AS_FAST:
-        verdict = "as fast"
-        reasons.append("among plans of equal time that with fewer devices, stages and splits wins")
+        verdict = as_fast
+        reasons.append("among equal plans that with fewer devices, stages and splits wins")
     elif ratio > 1:
-        verdict = "slower"
+        verdict = slower
     else:
-        verdict = "faster"
+        verdict = faster
         reasons.append(_missed(plan, other))
     memory = [c for c in diff.memory if c.what == "peak of the worst device"]
     return WhyNot(
@@ -89,11 +95,14 @@ def _compared(asked: str, plan: Plan, other: Plan, notes: tuple[str, ...]) -> Wh
         changes=diff.terms if changes else {},
         reasons=tuple(reasons),
         differences=tuple(map(str, [*changes, *memory])) if changes else (),
+        costs=costs,
     )
 
 
 def _missed(plan: Plan, other: Plan) -> str:
     """Why a search without the constraint did not find the faster plan."""
+    if plan.objective == "cost":
+        return "the search for the cheapest plan tries some numbers of devices, not all of them"
     if other.time_s < plan.bound_s:
         return (
             f"it is faster than the bound of the plan, {format_time(plan.bound_s)}: the search "

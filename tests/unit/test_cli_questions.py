@@ -166,6 +166,24 @@ def test_replan_tells_what_travels(small, capsys, tmp_path):
     assert "write MACHINE=FACTOR" in capsys.readouterr().err
 
 
+def test_cost_is_asked_for_in_the_shell(small, capsys, tmp_path):
+    out = tmp_path / "cheap.json"
+    words = ["plan", small[0], "--devices", "2:h100-sxm", "--objective", "cost", "-o", str(out)]
+    assert main(words) == 2
+    assert "give cost_per_hour={'h100-sxm': ...}" in capsys.readouterr().err
+    assert main([*words, "--cost-per-hour", "h100-sxm=dear"]) == 2
+    assert "write DEVICE=PRICE, such as h100-sxm=2.5" in capsys.readouterr().err
+    assert main([*words, "--cost-per-hour", "h100-sxm=3", "--json"]) == 0
+    told = spoken(capsys)
+    assert told["cost_per_step"] == pytest.approx(told["time_s"] / 1200 * told["num_ranks"])
+    asked = ["why-not", small[0], str(out), "--tp", "2", "--cost-per-hour", "3", "--json"]
+    assert main(asked) == 0
+    answer = spoken(capsys)
+    assert answer["verdict"] == "dearer"
+    assert answer["costs"][1] > answer["costs"][0] == pytest.approx(told["cost_per_step"])
+    assert answer["headline"].startswith("tp=2: dearer by ")
+
+
 def test_run_trains_here_where_one_device_is_enough(small, capsys, tmp_path):
     plan = tmp_path / "one.json"
     assert main(["plan", small[0], "--devices", "1:cpu", "-o", str(plan), "--json"]) == 0

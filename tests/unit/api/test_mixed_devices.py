@@ -52,6 +52,17 @@ def test_a_model_is_planned_for_two_kinds_and_again_without_a_machine(tmp_path):
     assert answer.plan.time_s > plan.time_s
     assert answer.migration.kept_bytes > 0
     assert math.isinf(answer.saved_s) or answer.saved_s >= 0
+    told = {price.what: price for price in model.explain().prices}
+    link = told["10 % more bandwidth of the links between machines"]
+    assert 0 < link.after_s <= link.before_s
+    assert link.before_s == pytest.approx(plan.time_s, rel=0.05)
+    slower = model.replan(slower={1: 0.5})
+    assert slower.stay.time_s >= plan.time_s  # slower.stay: the same pipelines, one of them slow
+    assert slower.stay_migration.moved_bytes == 0
+    other = model.replan("4:h100-sxm")  # what the user said of the old cluster holds for the new
+    assert other.plan.cost_per_step == pytest.approx(
+        other.plan.time_s / 3600 * other.plan.num_ranks * prices["h100-sxm"]
+    )
     with pytest.raises(PlanError, match=r"not run: .* \(devices='\d:"):
         model(**batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,7 @@ def test_an_unknown_version_is_named(example_plan):
             lambda d: d["plan"].update(schedule="zigzag"),
             "is 'zigzag', not one of 'gpipe', '1f1b', 'interleaved'",
         ),
+        (lambda d: d["plan"].update(time_s=math.nan), r"plan\.time_s is nan, not a finite number"),
         (lambda d: d["plan"].update(stages={}), r"field plan\.stages is {}, not a list"),
         (lambda d: d["plan"].update(mesh=[]), r"field plan\.mesh is \[\], not a table"),
         (

@@ -292,6 +292,38 @@ def test_a_slower_machine_makes_pipelines_of_a_mesh():
     assert answer.plan.cluster == "2:h100-sxm + 2:h100-sxm@0.5"
     assert answer.plan.pipelines
     assert answer.migration.lost_bytes == 0
+    # staying is the mesh at the pace of its slowest device, and moves nothing
+    assert answer.stay is not None
+    assert answer.stay.mesh == before.mesh
+    assert answer.stay.time_s > before.time_s
+    assert answer.stay_migration.moved_bytes == 0
+    assert "to stay: not possible" not in str(answer)
+
+
+def test_a_slower_machine_of_a_mixed_cluster_is_priced_where_it_stays():
+    cluster = parse_devices("2x2:h100-sxm + 2:h100-sxm@0.5")
+    planner = planner_for()
+    before, _ = planner.plan(cluster)
+    assert before.pipelines
+    answer = replan(planner, before, change_of(cluster, slower={1: 0.25}))
+    stay = answer.stay
+    assert stay is not None
+    assert stay.cluster == answer.plan.cluster == "2:h100-sxm + 2:h100-sxm@0.25 + 2:h100-sxm@0.5"
+    assert stay.time_s >= before.time_s
+    assert answer.plan.time_s <= stay.time_s
+    old, new = ([s.devices for p in plan.pipelines for s in p.stages] for plan in (before, stay))
+    assert old == new
+    assert answer.stay_migration.moved_bytes == 0
+    check_plan(stay, parse_devices(stay.cluster))
+
+
+def test_a_clock_ends_the_search_for_pipelines():
+    planner = planner_for()
+    planner.time_limit_s = 1e-9
+    plan, _ = planner.plan(parse_devices("2:h100-sxm + 2:h100-sxm@0.5"))
+    assert "the search was stopped by its limit of time" in plan.assumptions
+    assert plan.time_s >= mixed_plan().time_s
+    assert "the search was stopped by its limit of time" not in mixed_plan().assumptions
 
 
 def test_one_machine_more():
