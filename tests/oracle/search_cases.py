@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import comb, inf, prod
 
+from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of
-from autopar.plan.schedule import alive_together, all_in_flight
+from autopar.plan.schedule import action_lists, alive_together, all_in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.master import Master
-from autopar.solver.path_bound import PathBound
-from autopar.solver.pipeline_bound import PipelineBound
+from autopar.solver.order_bound import OrderBound
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import simulated_s
 from autopar.solver.stages import solve_stages
@@ -36,6 +36,7 @@ from autopar.solver.stages_problem import (
 )
 from autopar.solver.step_paths import StepPaths
 from autopar.units import MIB
+from cost_models.simulate import StageSeconds, simulate
 
 DEVICES = 8
 MOST_PLANS = 100_000
@@ -81,14 +82,9 @@ class ChainSpace:
     def bound_s(self, shape: StageProblem, effort: int, enough_s: float) -> float:
         if effort == 0:
             return 0.0
-        least_s = PipelineBound(
-            shape,
-            has_cycles=shape.schedule is ScheduleKind.ONE_F_ONE_B,
-            splits_backward=shape.schedule.splits_backward,
-        ).least_s()
-        if effort == 1 or shape.virtual == 1:
-            return least_s
-        return max(least_s, PathBound(shape).least_s(enough_s))
+        splits = shape.schedule.splits_backward
+        bound = OrderBound(problem=shape, is_open=False, may_split=splits)
+        return bound.quick().least_s() if effort == 1 else bound.least_s(enough_s)
 
     def open(self, shape: StageProblem, best_s: float) -> Found | None:
         choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None
@@ -301,6 +297,41 @@ def every_plan(problem: StageProblem) -> Iterator[Plan]:
             )
             options = tuple(o for p in picks for o in p.options)
             yield Plan(time_s + last_s, peak, problem, starts, options)
+
+
+def event_s(problem: StageProblem, starts: Sequence[int], options: Sequence[int]) -> float:
+    """Seconds of a step in the event simulator, the optimizer's last."""
+    mesh, count = problem.mesh, problem.num_microbatches
+    stages = []
+    runs = bounds(starts, len(problem.blocks))
+    for stage, (low, high) in enumerate(runs):
+        blocks = problem.blocks[low:high]
+        chosen = [b.options[o] for b, o in zip(blocks, options[low:high], strict=True)]
+        backward_s = sum(o.backward_s for o in chosen)
+        stages.append(
+            StageSeconds(
+                forward_s=sum(o.forward_s for o in chosen),
+                backward_s=backward_s,
+                weight_s=sum(o.weight_s for o in chosen) if stage else backward_s,
+                once_s={
+                    ActionKind.UNSHARD: sum(b.gather_s for b in blocks),
+                    ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in blocks),
+                },
+            )
+        )
+    ahead = [(s - 1, s) for s in range(1, problem.num_stages)]
+    lists = action_lists(
+        order_of(problem.schedule, mesh, count),
+        mesh,
+        forward_edges=ahead,
+        backward_edges=[(b, a) for a, b in ahead],
+    )
+    links = {}
+    for (a, b), start in zip(ahead, starts, strict=True):
+        links[a, b] = links[b, a] = problem.boundary_s[start - 1]
+    update = [sum(b.update_s for b in problem.blocks[low:high]) for low, high in runs]
+    last_s = max(sum(update[s] for s in problem.stages_of(d)) for d in range(problem.pp))
+    return simulate(lists, stages, p2p_s=links).makespan_s + last_s
 
 
 # -- a case ----------------------------------------------------------------------------------------

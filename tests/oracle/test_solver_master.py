@@ -9,16 +9,15 @@ import pytest
 from autopar.plan.orders import order_of
 from autopar.plan.types import ScheduleKind
 from autopar.solver.path_bound import PathBound
-from autopar.solver.schedule_choice import simulated_s
 from autopar.solver.stages_problem import memory_bytes
 from autopar.solver.step_paths import StepPaths
 from tests.oracle.search_cases import (
     ROUNDING,
     Verdict,
+    event_s,
     every_plan,
     judged,
     shapes_of,
-    solution_of,
 )
 
 
@@ -32,8 +31,9 @@ def check(seed: int, most_blocks: int) -> Verdict:
     assert winner.step_s <= best.time_s / (1 - verdict.gap) * (1 + ROUNDING)
     assert verdict.gap < 0.35, f"seed {seed}: a bound that says nothing"
     # what enumerating says of the best plan is what the event simulator and the memory model say
-    solution = solution_of(best.problem, best.starts, best.options)
-    assert simulated_s(best.problem.mesh, best.problem, solution) == pytest.approx(best.time_s)
+    run = (winner.problem, winner.solution.starts, winner.solution.options)
+    assert event_s(*run) == pytest.approx(winner.step_s)
+    assert event_s(best.problem, best.starts, best.options) == pytest.approx(best.time_s)
     assert max(memory_bytes(best.problem, best.starts, best.options)) == best.peak_bytes
     return verdict
 
@@ -58,10 +58,9 @@ def test_the_longest_path_is_the_simulated_step():
         rng = random.Random(seed)
         for problem in shapes_of(seed, most_blocks=5):
             for plan in rng.sample(list(every_plan(problem)), 2):
-                solution = solution_of(problem, plan.starts, plan.options)
-                simulated = simulated_s(problem.mesh, problem, solution)
-                assert plan.time_s == pytest.approx(simulated), (seed, problem.schedule)
-                assert plan.peak_bytes == max(solution.memory_bytes)
+                run = (problem, plan.starts, plan.options)
+                assert plan.time_s == pytest.approx(event_s(*run)), (seed, problem.schedule)
+                assert plan.peak_bytes == max(memory_bytes(*run))
             seen.add(problem.schedule)
     assert {ScheduleKind.INTERLEAVED, ScheduleKind.ZBV, ScheduleKind.ZERO_BUBBLE} <= seen
 
