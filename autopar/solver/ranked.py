@@ -82,20 +82,30 @@ def with_costs(
 ) -> tuple[BlockMenu, ...]:
     """Relaxed menus with what their blocks' parameters cost."""
     found: list[BlockMenu] = []
-    known: dict[object, str] = {}
+    keys: dict[object, str] = {}
+    known: dict[object, BlockMenu] = {}
     for menu, cost in zip(menus, costs, strict=True):
-        reduce_s = reduces * cost.reduce_s
-        step_s = cost.step_s - cost.reduce_s + reduce_s
-        found.append(
-            BlockMenu(
-                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
+        row = (
+            menu.key,
+            cost.state_bytes,
+            cost.gather_s,
+            cost.reduce_s,
+            cost.update_s,
+            cost.other_s,
+        )
+        made = known.get(row)
+        if made is None:
+            reduce_s = reduces * cost.reduce_s
+            step_s = cost.step_s - cost.reduce_s + reduce_s
+            made = known[row] = BlockMenu(
+                key=keys.setdefault((menu.key, cost.state_bytes, step_s), str(len(keys))),
                 options=menu.options,
                 state_bytes=cost.state_bytes,
                 step_s=step_s,
                 gather_s=cost.gather_s,
                 reduce_s=reduce_s,
             )
-        )
+        found.append(made)
     return tuple(found)
 
 
