@@ -77,6 +77,25 @@ class Misfit:
         return needed_bytes(self.problem)
 
 
+def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]:
+    """Relaxed menus of a part of the samples: work and bytes shrink at most alike."""
+    known: dict[str, BlockMenu] = {}
+    for menu in menus:
+        if menu.key not in known:
+            options = tuple(
+                replace(
+                    o,
+                    forward_s=share * o.forward_s,
+                    backward_s=share * o.backward_s,
+                    weight_s=share * o.weight_s,
+                    saved_bytes=int(share * o.saved_bytes),
+                )
+                for o in menu.options
+            )
+            known[menu.key] = replace(menu, options=options)
+    return tuple(known[menu.key] for menu in menus)
+
+
 def with_costs(
     menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
 ) -> tuple[BlockMenu, ...]:

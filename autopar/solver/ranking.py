@@ -29,7 +29,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
-from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
+from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
@@ -180,7 +180,7 @@ class Ranker:
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
-            menus = body.least if share == 1 else self._shares(body, share)
+            menus = body.least if share == 1 else part_of(body.least, share)
             self._least[key] = with_costs(menus, costs, reduces)
         boundary_bytes = body.boundary_bytes
         if share != 1:
@@ -191,24 +191,6 @@ class Ranker:
                 )
             boundary_bytes = self._cut_bytes[cut]
         return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
-
-    def _shares(self, body: Body, share: float) -> tuple[BlockMenu, ...]:
-        """Relaxed menus of a part of a body's samples: work and bytes shrink at most alike."""
-        known: dict[str, BlockMenu] = {}
-        for menu in body.least:
-            if menu.key not in known:
-                options = tuple(
-                    replace(
-                        o,
-                        forward_s=share * o.forward_s,
-                        backward_s=share * o.backward_s,
-                        weight_s=share * o.weight_s,
-                        saved_bytes=int(share * o.saved_bytes),
-                    )
-                    for o in menu.options
-                )
-                known[menu.key] = replace(menu, options=options)
-        return tuple(known[menu.key] for menu in body.least)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
