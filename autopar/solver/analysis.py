@@ -145,7 +145,7 @@ class Analysis:
         """
         other = copy.copy(self)
         other.cluster, other.model = cluster, model
-        other._prices, other._requests, other._problems = {}, {}, {}
+        other._prices, other._requests, other._problems, other._groups = {}, {}, {}, {}
         other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
         return other
 
@@ -192,12 +192,12 @@ class Analysis:
     @property
     def trains(self) -> bool:
         """Whether there is a backward."""
-        return bool(tuple(self.graph.outputs_of(OutputKind.GRAD)))
+        return any(o.kind is OutputKind.GRAD for o in self.graph.outputs)
 
     @property
     def has_loss(self) -> bool:
         """Whether the backward starts inside the step, at the program's own loss."""
-        return bool(tuple(self.graph.outputs_of(OutputKind.LOSS)))
+        return any(o.kind is OutputKind.LOSS for o in self.graph.outputs)
 
     @property
     def gathered(self) -> frozenset[str]:

@@ -40,7 +40,7 @@ from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from autopar.solver.step_paths import Path, StepPaths, Term
 
 MAX_ROUNDS = 24
-MAX_THINGS = 40_000  # work limit: longer steps have no such bound
+MAX_THINGS = 8_192  # work limit: longer steps have no such bound
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)

@@ -29,7 +29,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
-from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
+from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
@@ -46,7 +46,6 @@ from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
-    Option,
     StageProblem,
     StageSolution,
     least_memory_bytes,
@@ -91,7 +90,8 @@ class Ranker:
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
-    _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
+    _pairs: dict[object, tuple[object, tuple[float, ...]]] = field(default_factory=dict)
+    _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         localizer = BlockLocalizer(self.analysis)
@@ -180,29 +180,17 @@ class Ranker:
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
-            menus = body.least if share == 1 else self._shares(body, share)
+            menus = body.least if share == 1 else part_of(body.least, share)
             self._least[key] = with_costs(menus, costs, reduces)
         boundary_bytes = body.boundary_bytes
         if share != 1:
-            boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
-        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
-
-    def _shares(self, body: Body, share: float) -> tuple[BlockMenu, ...]:
-        """Relaxed menus of a part of a body's samples: work and bytes shrink at most alike."""
-        known: dict[str, tuple[Option, ...]] = {}
-        for menu in body.least:
-            if menu.key not in known:
-                known[menu.key] = tuple(
-                    replace(
-                        o,
-                        forward_s=share * o.forward_s,
-                        backward_s=share * o.backward_s,
-                        weight_s=share * o.weight_s,
-                        saved_bytes=int(share * o.saved_bytes),
-                    )
-                    for o in menu.options
+            cut = (body.sizes, share)
+            if cut not in self._cut_bytes:
+                self._cut_bytes[cut] = tuple(
+                    (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
-        return tuple(replace(menu, options=known[menu.key]) for menu in body.least)
+            boundary_bytes = self._cut_bytes[cut]
+        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -536,12 +524,14 @@ class Ranker:
         mesh, count = shape.mesh, shape.num_microbatches
         boundary_s = (0.0,) * len(boundary_bytes)
         if mesh.pp > 1:
-            key = (boundary_bytes, self.analysis.slowest_group(mesh, "pp"))
-            if key not in self._pairs:
-                self._pairs[key] = tuple(
-                    sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
-                )
-            boundary_s = self._pairs[key]
+            key = (id(boundary_bytes), self.analysis.slowest_group(mesh, "pp"))
+            if key not in self._pairs:  # the bytes too, so that their identity stays theirs
+                known = {
+                    pair: sum(self._message_s(mesh, b) for b in pair) / 2
+                    for pair in set(boundary_bytes)
+                }
+                self._pairs[key] = (boundary_bytes, tuple(known[p] for p in boundary_bytes))
+            boundary_s = self._pairs[key][1]
         in_flight, together = self._alive(shape)
         return StageProblem(
             blocks=menus,
