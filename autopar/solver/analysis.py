@@ -193,12 +193,12 @@ class Analysis:
     @property
     def trains(self) -> bool:
         """Whether there is a backward."""
-        return bool(tuple(self.graph.outputs_of(OutputKind.GRAD)))
+        return any(o.kind is OutputKind.GRAD for o in self.graph.outputs)
 
     @property
     def has_loss(self) -> bool:
         """Whether the backward starts inside the step, at the program's own loss."""
-        return bool(tuple(self.graph.outputs_of(OutputKind.LOSS)))
+        return any(o.kind is OutputKind.LOSS for o in self.graph.outputs)
 
     @property
     def gathered(self) -> frozenset[str]:

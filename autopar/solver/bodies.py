@@ -178,7 +178,7 @@ class Bodies:
         saved = self.saved(structure)
         curves = saved.curves(problem, self.analysis.prices(sizes), operator_s)
         menus: list[BlockMenu] = []
-        known: dict[object, tuple[str, tuple[Option, ...]]] = {}
+        known: dict[object, BlockMenu] = {}
         for block in chain.blocks:
             i = block.index
             key = (block.key, *(f"{row[i]:.9e}" for row in (forward, backward, waited)), curves[i])
@@ -186,9 +186,8 @@ class Bodies:
                 options = _relaxed(forward[i], backward[i], waited[i], curves[i])
                 if self.analysis.constraints.recompute_of(block.scope) == "none":
                     options = options[:1]
-                known[key] = (str(len(known)), options)
-            name, options = known[key]
-            menus.append(BlockMenu(key=name, options=options, state_bytes=0))
+                known[key] = BlockMenu(key=str(len(known)), options=options, state_bytes=0)
+            menus.append(known[key])
         return tuple(menus)
 
     def _waited_for(self, names: Sequence[str], backward: Collection[str]) -> Sequence[str]:

@@ -32,6 +32,7 @@ NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever th
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
 SLACK = 1e-9
+WORTH = 1.06  # a bound is not sharpened by more than this before the last effort
 
 
 class Candidate(Protocol):
@@ -221,7 +222,9 @@ class Master(Generic[S, C, V]):
             heapq.heappop(self._heap)
             # before anything is known there is nothing that the last effort could exclude
             if effort + (1 if isfinite(best_s) else 2) < self.space.efforts:
-                sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1, best_s))
+                is_last = effort + 2 == self.space.efforts
+                enough_s = best_s if is_last else min(best_s, WORTH * bound_s)
+                sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1, enough_s))
                 if isfinite(sharper_s):
                     heapq.heappush(self._heap, (sharper_s, index, effort + 1, shape))
                 continue

@@ -39,7 +39,8 @@ from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from autopar.solver.step_paths import Path, StepPaths, Term
 
-MAX_ROUNDS = 24
+MAX_ROUNDS = 8
+MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
 MAX_THINGS = 8_192  # work limit: longer steps have no such bound
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
@@ -213,7 +214,8 @@ class _Program:
             stages = problem.stages_of(device)
             own = [min(o.transient_bytes for o in ends[s].options) for s in stages if s in ends]
             room = problem.limit_bytes - problem.base_bytes - max([least, *own])
-            for moment in problem.moments(device):
+            moments = problem.moments(device)
+            for moment in moments[:: -(-len(moments) // MAX_MOMENTS)]:
                 terms = {}
                 for s in stages:
                     alive = moment.get(s)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 from autopar.plan.types import ScheduleKind, StagePlacement
@@ -270,12 +271,12 @@ class PipelineBound:
         micro-batches are in flight.
         """
         problem = self.problem
-        repeated = [k for k, row in enumerate(self._counts) if row[-1] > 1]
+        repeated = {k for k, row in enumerate(self._counts) if row[-1] > 1}
         if not repeated:
             return True
         leanest = min(self._leanest[k] for k in repeated)
         state = min(b.state_bytes for b, k in zip(problem.blocks, self._kind, strict=True)
-                    if k in set(repeated))  # fmt: skip
+                    if k in repeated)  # fmt: skip
         wanted = float(sum(self._counts[k][-1] for k in repeated))
         for row in flights:
             room = float(problem.limit_bytes - problem.base_bytes)
@@ -346,9 +347,4 @@ class PipelineBound:
 
 def _prefix(values: Sequence[Number]) -> list[Number]:
     """Sums of the first 0, 1, 2, ... values."""
-    total = values[0] - values[0]
-    sums = [total]
-    for value in values:
-        total += value
-        sums.append(total)
-    return sums
+    return list(accumulate(values, initial=values[0] - values[0]))

@@ -77,25 +77,54 @@ class Misfit:
         return needed_bytes(self.problem)
 
 
+def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]:
+    """Relaxed menus of a part of the samples: work and bytes shrink at most alike."""
+    known: dict[str, BlockMenu] = {}
+    for menu in menus:
+        if menu.key not in known:
+            options = tuple(
+                replace(
+                    o,
+                    forward_s=share * o.forward_s,
+                    backward_s=share * o.backward_s,
+                    weight_s=share * o.weight_s,
+                    saved_bytes=int(share * o.saved_bytes),
+                )
+                for o in menu.options
+            )
+            known[menu.key] = replace(menu, options=options)
+    return tuple(known[menu.key] for menu in menus)
+
+
 def with_costs(
     menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
 ) -> tuple[BlockMenu, ...]:
     """Relaxed menus with what their blocks' parameters cost."""
     found: list[BlockMenu] = []
-    known: dict[object, str] = {}
+    keys: dict[object, str] = {}
+    known: dict[object, BlockMenu] = {}
     for menu, cost in zip(menus, costs, strict=True):
-        reduce_s = reduces * cost.reduce_s
-        step_s = cost.step_s - cost.reduce_s + reduce_s
-        found.append(
-            BlockMenu(
-                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
+        row = (
+            menu.key,
+            cost.state_bytes,
+            cost.gather_s,
+            cost.reduce_s,
+            cost.update_s,
+            cost.other_s,
+        )
+        made = known.get(row)
+        if made is None:
+            reduce_s = reduces * cost.reduce_s
+            step_s = cost.step_s - cost.reduce_s + reduce_s
+            made = known[row] = BlockMenu(
+                key=keys.setdefault((menu.key, cost.state_bytes, step_s), str(len(keys))),
                 options=menu.options,
                 state_bytes=cost.state_bytes,
                 step_s=step_s,
                 gather_s=cost.gather_s,
                 reduce_s=reduce_s,
             )
-        )
+        found.append(made)
     return tuple(found)
 
 

@@ -8,8 +8,8 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
    (:mod:`autopar.solver.pipeline_bound`);
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
-4. how long ranks wait for each other in its order, where a rank has several stages
-   (:mod:`autopar.solver.path_bound`).
+4. the same with how long ranks wait for each other in its orders
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 likewise.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, p
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice
-from autopar.solver.path_bound import PathBound
+from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
-from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
+from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
@@ -47,7 +47,6 @@ from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
-    Option,
     StageProblem,
     StageSolution,
     least_memory_bytes,
@@ -57,7 +56,7 @@ from autopar.solver.stages_problem import (
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 5
+EFFORTS = 6
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 
@@ -91,7 +90,8 @@ class Ranker:
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
-    _pairs: dict[object, tuple[float, ...]] = field(default_factory=dict)
+    _pairs: dict[object, tuple[object, tuple[float, ...]]] = field(default_factory=dict)
+    _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # neither depends on the limit, nor on constraints other than this one: searches that ask
@@ -143,22 +143,23 @@ class Ranker:
         return found
 
     def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
-        """With what ranks wait for each other, where there are several stages per rank."""
-        if shape.mesh.virtual == 1:
+        """With what ranks wait for each other in the orders of a shape."""
+        if shape.mesh.pp == 1:
             return 0.0
         rows = []
         for level in self._levels(shape):
-            problem = self._relaxed(shape, level, body)
-            rows.append((self._pipeline(shape, problem, body.floor).least_s(), level, problem))
+            bound = replace(
+                self._orders(shape, self._relaxed(shape, level, body)),
+                floor=body.floor,
+                knows_halves=False,
+                num_reduces=shape.num_microbatches if level >= 2 else 1,
+            )
+            rows.append((bound.quick().least_s(), level, bound))
         found = math.inf
-        for least_s, level, problem in sorted(rows, key=lambda row: row[:2]):
+        for least_s, _, bound in sorted(rows, key=lambda row: row[:2]):
             if least_s >= min(found, enough_s):
                 return min(found, least_s)
-            reduces = shape.num_microbatches if level >= 2 else 1
-            bound = PathBound(
-                problem, shape.warmup, body.floor, knows_halves=False, num_reduces=reduces
-            )
-            found = min(found, max(least_s, bound.least_s(min(found, enough_s))))
+            found = min(found, bound.least_s(min(found, enough_s)))
         return found
 
     def _quick_s(self, shape: Shape) -> float:
@@ -187,29 +188,17 @@ class Ranker:
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
-            menus = body.least if share == 1 else self._shares(body, share)
+            menus = body.least if share == 1 else part_of(body.least, share)
             self._least[key] = with_costs(menus, costs, reduces)
         boundary_bytes = body.boundary_bytes
         if share != 1:
-            boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
-        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
-
-    def _shares(self, body: Body, share: float) -> tuple[BlockMenu, ...]:
-        """Relaxed menus of a part of a body's samples: work and bytes shrink at most alike."""
-        known: dict[str, tuple[Option, ...]] = {}
-        for menu in body.least:
-            if menu.key not in known:
-                known[menu.key] = tuple(
-                    replace(
-                        o,
-                        forward_s=share * o.forward_s,
-                        backward_s=share * o.backward_s,
-                        weight_s=share * o.weight_s,
-                        saved_bytes=int(share * o.saved_bytes),
-                    )
-                    for o in menu.options
+            cut = (body.sizes, share)
+            if cut not in self._cut_bytes:
+                self._cut_bytes[cut] = tuple(
+                    (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
-        return tuple(replace(menu, options=known[menu.key]) for menu in body.least)
+            boundary_bytes = self._cut_bytes[cut]
+        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -240,31 +229,30 @@ class Ranker:
         )
 
     def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
-        """A lower bound of the estimate of a shape under the splits that were chosen.
+        """A lower bound of the estimate of a shape under its splits, as sharp as ``enough_s``."""
+        shape, problem = ranked.shape, ranked.stage_problem
+        if is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
+            shape = replace(shape, schedule=ScheduleKind.ONE_F_ONE_B, warmup=None)
+            alive, together = self._alive(shape)  # what the leanest of its orders holds
+            kind = shape.schedule
+            problem = replace(problem, schedule=kind, in_flight=alive, together=together)
+        return self._orders(shape, problem).least_s(enough_s)
 
-        Args:
-            ranked: The shape and its splits.
-            enough_s: A bound from here on need not be sharper.
-        """
-        problem = ranked.stage_problem
-        least_s = self._pipeline(ranked.shape, problem).least_s()
-        if problem.virtual > 1 and least_s < enough_s:
-            least_s = max(least_s, PathBound(problem, ranked.shape.warmup).least_s(enough_s))
-        return least_s
+    def _orders(self, shape: Shape, problem: StageProblem) -> OrderBound:
+        """The bound over the orders of a shape."""
+        wish = self.analysis.constraints
+        return OrderBound(
+            problem=problem,
+            is_open=is_open_order(shape.schedule, shape.mesh, wish),
+            may_split=may_split_backward(shape.schedule, shape.mesh, wish),
+            warmup=shape.warmup,
+        )
 
     def _pipeline(
         self, shape: Shape, problem: StageProblem, floor: Floor = NO_FLOOR
     ) -> PipelineBound:
-        """The bound over all cuts and orders of a shape."""
-        wish = self.analysis.constraints
-        is_open = is_open_order(shape.schedule, shape.mesh, wish)
-        kind = shape.schedule
-        return PipelineBound(
-            problem,
-            floor,
-            splits_backward=may_split_backward(kind, shape.mesh, wish),
-            has_cycles=kind is ScheduleKind.ONE_F_ONE_B and not is_open and shape.warmup is None,
-        )
+        """The bound over all cuts and orders of a shape that needs no paths."""
+        return replace(self._orders(shape, problem), floor=floor).quick()
 
     # -- choices -------------------------------------------------------------------------------
     def parameters(self, sizes: Sizes, level: int, body: Body) -> SplitsProblem:
@@ -528,12 +516,14 @@ class Ranker:
         mesh, count = shape.mesh, shape.num_microbatches
         boundary_s = (0.0,) * len(boundary_bytes)
         if mesh.pp > 1:
-            key = (boundary_bytes, self.analysis.slowest_group(mesh, "pp"))
-            if key not in self._pairs:
-                self._pairs[key] = tuple(
-                    sum(self._message_s(mesh, b) for b in pair) / 2 for pair in boundary_bytes
-                )
-            boundary_s = self._pairs[key]
+            key = (id(boundary_bytes), self.analysis.slowest_group(mesh, "pp"))
+            if key not in self._pairs:  # the bytes too, so that their identity stays theirs
+                known = {
+                    pair: sum(self._message_s(mesh, b) for b in pair) / 2
+                    for pair in set(boundary_bytes)
+                }
+                self._pairs[key] = (boundary_bytes, tuple(known[p] for p in boundary_bytes))
+            boundary_s = self._pairs[key][1]
         in_flight, together = self._alive(shape)
         return StageProblem(
             blocks=menus,

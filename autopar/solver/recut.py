@@ -33,6 +33,7 @@ from autopar.solver.stages_problem import (
 from autopar.solver.step_paths import Path, StepPaths, Term
 
 MAX_TRIALS = 300  # work limit: choices that are run
+MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
 MAX_MOVES = 40  # of one choice
 GAIN = 1e-6  # of a step, that a move must save
 
@@ -88,10 +89,12 @@ class Recut:
         if best is None:
             return None
         trials, moved = 1, self.problem.fixed_starts is None
+        count = sum(n for n, _ in sampled_counts(self.problem))
+        most = min(self.max_trials, MAX_THINGS // (2 * self.problem.num_stages * count))
         while moved:
             moved = False
             for tried in self._moves(best):
-                if trials >= self.max_trials:
+                if trials >= most:
                     break
                 trials += 1
                 found = self._choice(tried)

@@ -21,8 +21,7 @@ from autopar.plan.schedule import action_lists, alive_together, all_in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.master import Master
-from autopar.solver.path_bound import PathBound
-from autopar.solver.pipeline_bound import PipelineBound
+from autopar.solver.order_bound import OrderBound
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import simulated_s
 from autopar.solver.stages import solve_stages
@@ -83,14 +82,9 @@ class ChainSpace:
     def bound_s(self, shape: StageProblem, effort: int, enough_s: float) -> float:
         if effort == 0:
             return 0.0
-        least_s = PipelineBound(
-            shape,
-            has_cycles=shape.schedule is ScheduleKind.ONE_F_ONE_B,
-            splits_backward=shape.schedule.splits_backward,
-        ).least_s()
-        if effort == 1 or shape.virtual == 1:
-            return least_s
-        return max(least_s, PathBound(shape).least_s(enough_s))
+        splits = shape.schedule.splits_backward
+        bound = OrderBound(problem=shape, is_open=False, may_split=splits)
+        return bound.quick().least_s() if effort == 1 else bound.least_s(enough_s)
 
     def open(self, shape: StageProblem, best_s: float) -> Found | None:
         choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None

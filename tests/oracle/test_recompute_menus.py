@@ -25,7 +25,7 @@ from autopar.ir.graph import (
 )
 from autopar.sharding.split import Halves, assemble, split_forward_backward
 from autopar.sharding.split_backward import split_backward
-from autopar.solver.recompute import recompute_menu
+from autopar.solver.recompute import menu_of, recompute_menu
 from autopar.solver.recompute_blocks import recompute_problem
 from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
 from cost_models.liveness import liveness, saved_bytes, saved_storages
@@ -176,6 +176,19 @@ def test_a_small_menu_has_both_ends_and_only_points_of_the_front(seed: int):
     assert have[-1] == best[-1]
     assert set(have) <= set(best)
     assert len(have) == min(3, len(best))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_menu_of_given_sets_has_those_that_are_worth_it(seed: int):
+    block = drawn(seed)
+    exact = recompute_menu(block.problem, size=200)
+    sets = [p.figures.remade for p in exact]
+    again = menu_of(block.problem, sets[::-1], size=200)
+    assert [p.figures for p in again] == [p.figures for p in exact]
+    found = every_set(block)
+    for point in menu_of(block.problem, sets[1::2]):
+        size, time_s, _ = found[frozenset(point.groups)]
+        assert (point.figures.saved_bytes, point.figures.extra_s) == (size, pytest.approx(time_s))
 
 
 def test_figures_of_any_set_are_those_of_its_programs():

@@ -29,7 +29,7 @@ def check(seed: int, most_blocks: int) -> Verdict:
     assert verdict.bound_s <= best.time_s * (1 + ROUNDING), f"seed {seed}: bound above a plan"
     assert best.time_s * (1 - ROUNDING) <= winner.step_s
     assert winner.step_s <= best.time_s / (1 - verdict.gap) * (1 + ROUNDING)
-    assert verdict.gap < 0.35, f"seed {seed}: a bound that says nothing"
+    assert verdict.gap < 0.45, f"seed {seed}: a bound that says nothing"
     # what enumerating says of the best plan is what the event simulator and the memory model say
     run = (winner.problem, winner.solution.starts, winner.solution.options)
     assert event_s(*run) == pytest.approx(winner.step_s)

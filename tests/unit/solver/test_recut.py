@@ -165,3 +165,4 @@ def test_bounds_of_what_was_opened_first_are_sharpened_afterwards():
     assert master.bound_s == pytest.approx(0.8)
     # the last effort is for shapes that a known plan may exclude
     assert all(enough_s == 1.0 for _, effort, enough_s in space.asked if effort == 2)
+    assert all(enough_s <= 1.06 * 0.3 for _, effort, enough_s in space.asked if effort == 1)
