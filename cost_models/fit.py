@@ -380,7 +380,8 @@ def fit_waiting(points: Sequence[Point]) -> WaitCurve:
     for count in counts:  # a second of a short round counts as much as one of a long round
         rows.append((1.0 / rounds[count], computing[count] / rounds[count]))
         targets.append(1.0 - (computing[count] + comm_s) / rounds[count])
-    if max(targets) <= 0:  # nothing is lost: those that wait lend their cores to others
+    gains = [sum(row[i] * t for row, t in zip(rows, targets, strict=True)) for i in (0, 1)]
+    if max(gains) <= 0:  # nothing is lost: those that wait lend their cores to others
         return WaitCurve(each_s=0.0, share=0.0)
     each_s, share = least_squares(rows, targets)
     return WaitCurve(each_s=each_s, share=share)

@@ -4,7 +4,8 @@ Tasks are gone through in order, the most informative ones first. Under a proces
 through the same ones: rank 0 decides whether the next is measured and how often, and the point is
 the mean over the ranks that take part. Short runs are timed in groups, since a clock has its own
 cost; on accelerators by events of the device. A point is the median of its groups; where more ranks
-are busy than there are cores it is the mean, since a rank is then either running or not.
+are busy than there are cores it is the mean of their middle half, since a rank is then either
+running or not.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Task:
         name: Likewise.
         busy: Likewise; ranks from here on look on.
         runs: What one run is worth: a ping-pong is two messages.
+        least: Times that it is measured at least.
     """
 
     kind: PointKind
@@ -50,6 +52,7 @@ class Task:
     name: str = ""
     busy: int = 1
     runs: int = 1
+    least: int = MIN_REPEATS
 
     @property
     def key(self) -> Key:
@@ -134,13 +137,13 @@ class Meter:
         group_s = SHARED_GROUP_S if takes_turns else GROUP_S
         once_s = max(once_s, 1e-9)
         inner = self.agree(max(1, min(10_000, int(group_s / once_s))))
-        most = max(MIN_REPEATS, min(MAX_REPEATS, int(self.point_s / (inner * once_s))))
+        most = max(task.least, min(MAX_REPEATS, int(self.point_s / (inner * once_s))))
         repeats = self.agree(most)
         self.meet()
         times = [1.0]
         if run is not None:
             times = [self.seconds(run, inner) / inner / task.runs for _ in range(repeats)]
-        middle = mean(times) if takes_turns else median(times)
+        middle = mean(times[i] for i in middle_half(times)) if takes_turns else median(times)
         low, _, high = quantiles(times, n=4) if len(times) > 1 else (middle, middle, middle)
         time_s, spread_s = self.mean((middle, (high - low) / 2), has_part=has_part)
         return Point(
@@ -162,6 +165,17 @@ class Meter:
         """Wait for the other ranks."""
         if self.size > 1:
             dist.barrier()
+
+
+def middle_half(seconds: Sequence[float]) -> tuple[int, ...]:
+    """Which runs took neither the least nor the most time: about half of them.
+
+    >>> middle_half([5.0, 1.0, 3.0, 9.0, 4.0])
+    (2, 4, 0)
+    """
+    order = sorted(range(len(seconds)), key=lambda run: seconds[run])
+    quarter = len(order) // 4
+    return tuple(order[quarter : len(order) - quarter])
 
 
 def measure_tasks(

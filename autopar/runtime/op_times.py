@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from autopar.runtime.variants import schedule_actions
 from autopar.sharding.build import localize, signatures_of
 from autopar.sharding.programs import LocalPrograms
 from cost_models.flops import OpClass, work_of
-from cost_models.measure_meter import Meter
+from cost_models.measure_meter import Meter, middle_half
 from cost_models.profile import Key, Point, PointKind, op_key
 
 T = TypeVar("T")
@@ -288,19 +288,16 @@ class _Runner:
             plain: Of each run without.
         """
         runs = len(timed)
-        kept = middle_half(timed)
+        measured = [o for o in self.operators if o.seconds]
+        parts = [*(o.seconds for o in measured), *self.sums.values()]
+        inside_s, scale = _inside(parts, runs, middle_half(timed))
         table: dict[str, list[_Operator]] = {}
-        inside_s, number = 0.0, 0
-        for operator in self.operators:
-            if not operator.seconds:
-                continue
-            number += len(operator.seconds) // runs
-            inside_s += sum(_means(operator.seconds, runs, kept))
+        for operator in measured:
             if not operator.key.startswith("getitem("):
                 table.setdefault(operator.key, []).append(operator)
         points = []
         for key, places in table.items():
-            times = [mean(_means(o.seconds, runs, kept)) for o in places]
+            times = [scale * mean(_medians(o.seconds, runs)) for o in places]
             first = places[0]
             points.append(
                 Point(
@@ -315,13 +312,12 @@ class _Runner:
                 )
             )
         for sizes, seconds in self.sums.items():
-            each = _means(seconds, runs, kept)
-            inside_s += sum(each)
             if sizes[1] > 0:
+                each_s = scale * mean(_medians(seconds, runs))
                 points.append(
-                    Point(PointKind.ACCUMULATE, "float32", sizes, mean(each), busy=busy,
-                          repeats=runs)
-                )  # fmt: skip
+                    Point(PointKind.ACCUMULATE, "float32", sizes, each_s, busy=busy, repeats=runs)
+                )
+        number = sum(len(o.seconds) // runs for o in measured)
         if self.meter.device.type == "cpu" and number:
             whole_s = mean(plain[run] for run in middle_half(plain))
             each_s = max(1e-9, (whole_s - inside_s) / number)
@@ -332,21 +328,30 @@ class _Runner:
         return points
 
 
-def middle_half(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Which runs took neither the least nor the most time: about half of them.
+def _inside(
+    parts: Sequence[Sequence[float]], runs: int, kept: Sequence[int]
+) -> tuple[float, float]:
+    """Seconds of all parts of a run, and what their medians must be multiplied by to add up to it.
 
-    What is added up over a run must be averaged over the same runs: medians of the parts, which
-    have their slow moments in different runs, would add up to less than the whole.
+    Each part has its slow moments in other runs, so that medians alone would add up to less.
 
-    >>> middle_half([5.0, 1.0, 3.0, 9.0, 4.0])
-    (2, 4, 0)
+    Args:
+        parts: Seconds of each part's calls, run by run.
+        runs: Runs.
+        kept: Runs that count for the whole.
     """
-    order = sorted(range(len(seconds)), key=lambda run: seconds[run])
-    quarter = len(order) // 4
-    return tuple(order[quarter : len(order) - quarter])
+    calls = [_by_call(seconds, runs) for seconds in parts]
+    whole_s = mean(sum(call[run] for part in calls for call in part) for run in kept)
+    medians_s = sum(sum(_medians(seconds, runs)) for seconds in parts)
+    return whole_s, whole_s / medians_s if medians_s > 0 else 1.0
 
 
-def _means(seconds: Sequence[float], runs: int, kept: Sequence[int]) -> list[float]:
-    """Of each call of a run its mean over the runs that are kept."""
+def _medians(seconds: Sequence[float], runs: int) -> list[float]:
+    """Of each call of a run its median over the runs."""
+    return [median(call) for call in _by_call(seconds, runs)]
+
+
+def _by_call(seconds: Sequence[float], runs: int) -> list[Sequence[float]]:
+    """For each call of a run its seconds in every run."""
     count = len(seconds) // runs
-    return [mean(seconds[run * count + call] for run in kept) for call in range(count)]
+    return [seconds[call::count] for call in range(count)]

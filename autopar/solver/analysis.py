@@ -145,7 +145,8 @@ class Analysis:
         """
         other = copy.copy(self)
         other.cluster, other.model = cluster, model
-        other._prices, other._requests, other._problems, other.shared = {}, {}, {}, {}
+        other._prices, other._requests, other._problems = {}, {}, {}
+        other._groups, other.shared = {}, {}
         other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
         return other
 

@@ -12,7 +12,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import applied_constraints
 from autopar.solver.exact import ExactFigures
-from autopar.solver.ranking import Misfit, Ranked
+from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.row_budgets import row_budgets
 from autopar.solver.stages_problem import bounds
 from autopar.solver.terms import estimated_terms, simulated_terms

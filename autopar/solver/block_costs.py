@@ -23,7 +23,7 @@ from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.prices import PriceList
-from autopar.solver.recompute import MENU_SIZE, MenuPoint, recompute_menu
+from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
 from autopar.solver.splits import tp_choices
@@ -33,6 +33,8 @@ from autopar.solver.stages_problem import BlockMenu, Option
 from cost_models.flops import OpClass, work_of
 
 FINE_MENU_SIZE = 24  # for a plan that is kept: between two points of a menu lies much memory
+Choices = dict[object, tuple[frozenset[int], ...]]
+"""Structure of a block -> what is made again in the choices of its menu."""
 KEPT_CLASSES = frozenset({OpClass.MATMUL, OpClass.ATTENTION, OpClass.CONV})
 
 
@@ -44,21 +46,19 @@ class BlockTable:
         menus: By block.
         boundary_bytes: Per boundary, bytes of a message forward and of one backward.
         recompute: Per block, option name -> forward operators whose values are not kept.
-        asked: What it was made from, for :meth:`BlockTables.finer`.
+        sizes: Sizes of mb, dp, tp of the mesh whose problem has the work.
+        problem: That problem.
+        is_exact: Whether no choice of what is kept is better than the menus' own.
+        options: The choice of splits.
+        parameters: As of :meth:`BlockTables.table`.
     """
 
     menus: tuple[BlockMenu, ...]
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
-    asked: _Asked
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Arguments of :meth:`BlockTables.table`."""
-
     sizes: tuple[int, int, int]
     problem: SplitsProblem
+    is_exact: bool
     options: tuple[int, ...]
     parameters: SplitsProblem | None
 
@@ -79,6 +79,7 @@ class BlockTables:
         self._sent_from = ancestors(analysis.graph, sent)
         self._bases: dict[object, _Base] = {}
         self._homes: dict[int, Mapping[str, int]] = {}
+        self._choices: Choices = {}
 
     def table(
         self,
@@ -88,6 +89,7 @@ class BlockTables:
         parameters: SplitsProblem | None = None,
         *,
         menu_size: int = MENU_SIZE,
+        exact: bool = True,
     ) -> BlockTable:
         """Menus under a choice.
 
@@ -98,14 +100,16 @@ class BlockTables:
             parameters: The same problem with the parameters of the wanted mesh and ZeRO level;
                 ``problem`` if left out.
             menu_size: Most options of a block.
+            exact: Whether what is kept is to be of least seconds for its bytes. Else choices that
+                were so for a block of the same structure, of other sizes, do.
         """
         structure = self._analysis.request(sizes, 0).structure
         key = (sizes, options, menu_size)
-        if key not in self._bases:  # the level changes parameters only
-            prices = self._analysis.prices(sizes)
+        if key not in self._bases or (exact and not self._bases[key].is_exact):
+            prices = self._analysis.prices(sizes)  # the level changes parameters only
             made = _Table(
                 self._analysis, structure, prices, problem, options, self._localizer, sizes,
-                sent_from=self._sent_from, menu_size=menu_size,
+                self._choices, exact, sent_from=self._sent_from, menu_size=menu_size,
             )  # fmt: skip
             self._bases[key] = made.build()
         base = self._bases[key]
@@ -129,14 +133,17 @@ class BlockTables:
             menus=tuple(menus),
             boundary_bytes=base.boundary_bytes,
             recompute=base.recompute,
-            asked=_Asked(sizes, problem, options, parameters),
+            sizes=sizes,
+            problem=problem,
+            is_exact=base.is_exact,
+            options=options,
+            parameters=parameters,
         )
 
     def finer(self, table: BlockTable) -> BlockTable:
         """The same with more options for each block."""
-        asked = table.asked
         return self.table(
-            asked.sizes, asked.problem, asked.options, asked.parameters, menu_size=FINE_MENU_SIZE
+            table.sizes, table.problem, table.options, table.parameters, menu_size=FINE_MENU_SIZE
         )
 
     def home(self, structure: SplitsStructure) -> Mapping[str, int]:
@@ -175,11 +182,13 @@ class _Base:
         menus: Per block its kind and options.
         boundary_bytes: As in the table.
         recompute: As in the table.
+        is_exact: As in the table.
     """
 
     menus: tuple[tuple[object, tuple[Option, ...]], ...]
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
+    is_exact: bool
 
 
 @dataclass(slots=True)
@@ -284,6 +293,8 @@ class _Table:
     options: Sequence[int]
     localizer: BlockLocalizer
     sizes: tuple[int, int, int]
+    choices: Choices
+    exact: bool
     chosen: dict[str, SplitOption] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
@@ -291,6 +302,7 @@ class _Table:
     sent_from: frozenset[str] = frozenset()
     remade_bytes: dict[int, int] = field(default_factory=dict)
     menu_size: int = MENU_SIZE
+    took_over: bool = False
 
     def build(self) -> _Base:
         for variable, at in zip(self.problem.variables, self.options, strict=True):
@@ -326,6 +338,7 @@ class _Table:
                 for ahead, back in zip(chain.forward_cuts, chain.backward_cuts, strict=True)
             ),
             recompute=tuple(recompute),
+            is_exact=not self.took_over,
         )
 
     # -- seconds -------------------------------------------------------------------------------
@@ -483,7 +496,14 @@ class _Table:
         self, problem: RecomputeProblem, block: int, word: str | None
     ) -> tuple[MenuPoint, ...]:
         if word is None:
-            return recompute_menu(problem, size=self.menu_size)
+            key = _structure(problem)
+            if not self.exact and key in self.choices:
+                self.took_over = True
+                return menu_of(problem, self.choices[key])
+            points = recompute_menu(problem, size=self.menu_size)
+            if self.menu_size == MENU_SIZE:
+                self.choices[key] = tuple(p.figures.remade for p in points)
+            return points
         names: Sequence[str] = ()
         if word != "none":
             names = self.localizer.candidates(block)
@@ -492,6 +512,12 @@ class _Table:
         numbers = {group[0]: i for i, group in enumerate(problem.groups) if len(group) == 1}
         found = figures(problem, [numbers[n] for n in names if n in numbers])
         return (MenuPoint(groups=tuple(names), figures=found),)
+
+
+def _structure(problem: RecomputeProblem) -> object:
+    """What blocks of other sizes have in common: who reads what, and what may be made again."""
+    ops = tuple((op.reads, op.group, op.is_backward) for op in problem.ops)
+    return ops, problem.groups, problem.backward_roots, len(problem.inputs)
 
 
 def _names(points: Sequence[MenuPoint], word: str | None) -> list[str]:

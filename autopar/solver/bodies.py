@@ -11,13 +11,16 @@ the batch) their number counts too, and shapes with different ``dp`` have differ
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
 from autopar.sharding.propagation import AxisChoices
 from autopar.sharding.signature import AxisStrategy
+from autopar.sharding.stages import ancestors
 from autopar.solver.analysis import Analysis
+from autopar.solver.block_costs import light_operators
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.recompute_blocks import Spare
 from autopar.solver.saved_values import SavedValues
@@ -84,6 +87,7 @@ class Bodies:
     _keys: dict[Sizes, tuple[object, Sizes]] = field(default_factory=dict)
     _saved: dict[int, SavedValues] = field(default_factory=dict)
     _unit: tuple[int, ...] | None = None
+    _waited: frozenset[str] | None = None  # operators that the first boundary's gradient needs
 
     def body(self, sizes: Sizes) -> Body:
         """The body of a mesh.
@@ -155,6 +159,7 @@ class Bodies:
         chain, count = self.analysis.chain, problem.num_microbatches
         forward = [0.0] * len(chain.blocks)
         backward = [0.0] * len(chain.blocks)
+        waited = [0.0] * len(chain.blocks)
         operator_s: dict[int, float] = {}
         for at, (variable, group) in enumerate(
             zip(problem.variables, structure.groups, strict=True)
@@ -166,21 +171,38 @@ class Bodies:
             for name in variable.members if time_s > 0 else ():
                 row = backward if name in structure.backward else forward
                 row[chain.block_of[name]] += time_s
+            for name in (
+                self._waited_for(variable.members, structure.backward) if time_s > 0 else ()
+            ):
+                waited[chain.block_of[name]] += time_s
         saved = self.saved(structure)
         curves = saved.curves(problem, self.analysis.prices(sizes), operator_s)
         menus: list[BlockMenu] = []
         known: dict[object, tuple[str, tuple[Option, ...]]] = {}
         for block in chain.blocks:
             i = block.index
-            key = (block.key, f"{forward[i]:.9e}", f"{backward[i]:.9e}", curves[i])
+            key = (block.key, *(f"{row[i]:.9e}" for row in (forward, backward, waited)), curves[i])
             if key not in known:
-                options = _relaxed(forward[i], backward[i], curves[i])
+                options = _relaxed(forward[i], backward[i], waited[i], curves[i])
                 if self.analysis.constraints.recompute_of(block.scope) == "none":
                     options = options[:1]
                 known[key] = (str(len(known)), options)
             name, options = known[key]
             menus.append(BlockMenu(key=name, options=options, state_bytes=0))
         return tuple(menus)
+
+    def _waited_for(self, names: Sequence[str], backward: Collection[str]) -> Sequence[str]:
+        """Backward operators of a group that the stages before wait for, wherever they are cut.
+
+        A gradient that reaches the chain's first boundary passes all boundaries on its way. Light
+        operators are left out: the other half of a backward may make some of them again.
+        """
+        if self._waited is None:
+            cuts = self.analysis.chain.backward_cuts[:1]
+            sent = {n.partition("#")[0] for cut in cuts for n in cut}
+            self._waited = ancestors(self.analysis.graph, sent)
+        found = [n for n in names if n in self._waited and n in backward]
+        return () if not found or light_operators(self.analysis, found[:1]) else found
 
     # -- the mixed-integer program -------------------------------------------------------------
     def _solve(self, body: Body) -> None:
@@ -221,6 +243,22 @@ class Bodies:
         return not unit or all(unit[block_of[name]] >= 0 for name in group.members)
 
 
+def of_step(problem: SplitsProblem, share: float) -> SplitsProblem:
+    """A body's problem with other numbers of micro-batches: their work is ``share`` of it."""
+    variables = tuple(
+        v
+        if v.is_once or share == 1
+        else replace(
+            v,
+            options=tuple(
+                replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
+            ),
+        )
+        for v in problem.variables
+    )
+    return replace(problem, variables=variables)
+
+
 def repeating_unit(keys: list[str]) -> tuple[int, ...]:
     """Per block its place in the longest part of a chain that repeats, -1 outside of it.
 
@@ -256,14 +294,20 @@ def _exchanges(choices: AxisChoices) -> bool:
 
 
 def _relaxed(
-    forward_s: float, backward_s: float, curve: tuple[int, tuple[tuple[int, float], ...]]
+    forward_s: float,
+    backward_s: float,
+    waited_s: float,
+    curve: tuple[int, tuple[tuple[int, float], ...]],
 ) -> tuple[Option, ...]:
-    """The menu of a block from what it saves and what giving up parts of that costs."""
+    """The menu of a block from what it saves and what giving up parts of that costs.
+
+    Its gradients of weights are at most what nothing of ``waited_s`` is.
+    """
     saved, steps = curve
     options = [
         Option(
             name="none", forward_s=forward_s, backward_s=backward_s, saved_bytes=saved,
-            transient_bytes=0,
+            transient_bytes=0, weight_s=max(0.0, backward_s - waited_s),
         )
     ]  # fmt: skip
     for less, seconds in steps:
@@ -273,6 +317,7 @@ def _relaxed(
                 last,
                 name=f"less{len(options)}",
                 backward_s=last.backward_s + seconds,
+                weight_s=last.weight_s + seconds,
                 saved_bytes=last.saved_bytes - less,
             )
         )

@@ -8,7 +8,7 @@ since a model that is too small loses by splitting further.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, ShardingError
@@ -19,7 +19,7 @@ from autopar.solver.constraints import Constraints
 
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 
-MAX_MICROBATCH_COUNTS = 7  # divisors tried per mesh, spread evenly if there are more
+MAX_MICROBATCH_COUNTS = 7  # spread evenly if there are more divisors, beside those set up by hand
 ALL_COUNTS_UP_TO = 8
 VIRTUAL_STAGES = (2, 4)
 
@@ -144,7 +144,9 @@ def _microbatch_counts(analysis: Analysis, batch: int, dp: int) -> list[int]:
     if len(counts) > MAX_MICROBATCH_COUNTS:
         last = len(counts) - 1
         steps = MAX_MICROBATCH_COUNTS - 1
-        counts = [counts[i * last // steps] for i in range(MAX_MICROBATCH_COUNTS)]
+        spread = {counts[i * last // steps] for i in range(MAX_MICROBATCH_COUNTS)}
+        by_hand = {n for n in counts if batch // dp // n in HAND_MADE_SAMPLES}
+        counts = sorted(spread | by_hand)
     legal: list[int] = []
     for count in counts:
         if not _is_legal(analysis, count, dp):
@@ -153,6 +155,18 @@ def _microbatch_counts(analysis: Analysis, batch: int, dp: int) -> list[int]:
             continue
         legal.append(count)
     return legal
+
+
+def neighbours(analysis: Analysis, shape: Shape) -> Iterator[Shape]:
+    """A shape with the next smaller and the next larger legal number of micro-batches."""
+    if analysis.constraints.num_microbatches is not None:
+        return
+    parts, count = analysis.batch_size // shape.mesh.dp, shape.num_microbatches
+    divisors = [n for n in range(1, parts + 1) if parts % n == 0]
+    at = divisors.index(count)
+    for other in divisors[max(0, at - 1) : at] + divisors[at + 1 : at + 2]:
+        if _is_legal(analysis, other, shape.mesh.dp):
+            yield replace(shape, num_microbatches=other)
 
 
 def _is_legal(analysis: Analysis, count: int, dp: int) -> bool:

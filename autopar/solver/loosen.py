@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.solver.assemble import Outcome
-from autopar.solver.ranking import Ranked, Ranker
+from autopar.solver.ranked import Ranked
+from autopar.solver.ranking import Ranker
 from autopar.solver.reopen import best_options, needed_bytes
 from autopar.solver.stages_problem import memory_bytes, surrogate_s
 

@@ -28,6 +28,7 @@ NUM_IMPROVED = 4  # best candidates that are improved before they are judged
 MAX_IMPROVED = 8  # and with those that keep the model's gap open
 NUM_JUDGED = 3
 MAX_JUDGED = 6
+NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
 SLACK = 1e-9
@@ -122,11 +123,13 @@ class _Opened(Generic[S, C]):
 
     shape: S
     bound_s: float
+    effort: int
     candidate: C
     model_bound_s: float = 0.0
     is_modelled: bool = False
     is_improved: bool = False
     is_judged: bool = False
+    is_by_hand: bool = False
 
 
 @dataclass(slots=True)
@@ -149,21 +152,27 @@ class Master(Generic[S, C, V]):
     stopped_by: str = ""
     _heap: list[tuple[float, int, int, S]] = field(default_factory=list)
     _opened: list[_Opened[S, C]] = field(default_factory=list)
-    _empty_s: list[float] = field(default_factory=list)
+    _empty: list[tuple[float, int, S]] = field(default_factory=list)
     _num_shapes: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
         """The best verdict that fits, None if nothing does.
 
         Args:
-            groups: Shapes of the space, each once; a group is gone through before the next.
+            groups: Shapes of the space, each once; a group is gone through before the next is
+                asked for its shapes. The first one is what people would set up by hand: its best
+                is always judged.
         """
-        for group in groups:
+        for number, group in enumerate(groups):
             self._add(group)
             self._open_more()
+            if number == 0:
+                for row in self._opened:
+                    row.is_by_hand = True
         while True:
             self._improve()
             self._judge()
+            self._judge_by_hand()
             fitting = [v for v in self.verdicts if v.fits]
             if fitting:
                 return min(fitting, key=lambda v: v.step_s)
@@ -177,7 +186,8 @@ class Master(Generic[S, C, V]):
     def bound_s(self) -> float:
         """The least bound over all shapes."""
         waiting = [entry[0] for entry in self._heap]
-        return min([*(o.bound_s for o in self._opened), *self._empty_s, *waiting], default=0.0)
+        empty = [entry[0] for entry in self._empty]
+        return min([*(o.bound_s for o in self._opened), *empty, *waiting], default=0.0)
 
     @property
     def model_gap(self) -> float:
@@ -209,7 +219,8 @@ class Master(Generic[S, C, V]):
             if self._must_stop():
                 break
             heapq.heappop(self._heap)
-            if effort + 1 < self.space.efforts:
+            # before anything is known there is nothing that the last effort could exclude
+            if effort + (1 if isfinite(best_s) else 2) < self.space.efforts:
                 sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1, best_s))
                 if isfinite(sharper_s):
                     heapq.heappush(self._heap, (sharper_s, index, effort + 1, shape))
@@ -217,9 +228,9 @@ class Master(Generic[S, C, V]):
             self.num_opened += 1
             found = self.space.open(shape, best_s)
             if found is None:
-                self._empty_s.append(bound_s)
+                self._empty.append((bound_s, effort, shape))
                 continue
-            self._opened.append(_Opened(shape, bound_s, found))
+            self._opened.append(_Opened(shape, bound_s, effort, found))
             num_fresh += 1
             best_s = min(best_s, found.estimate_s)
 
@@ -239,7 +250,20 @@ class Master(Generic[S, C, V]):
         return [o for o in self._opened if not o.is_judged]
 
     # -- improving -----------------------------------------------------------------------------
+    def _sharpen(self) -> None:
+        """Bounds of shapes that were opened before anything was known, as sharp as the others."""
+        best_s, last = self._best_s(), self.space.efforts - 1
+        for row in self._opened:
+            if row.effort < last and row.bound_s < best_s:
+                row.bound_s = max(row.bound_s, self.space.bound_s(row.shape, last, best_s))
+                row.effort = last
+        for at, (bound_s, effort, shape) in enumerate(self._empty):
+            if effort < last and bound_s < best_s:
+                sharper_s = max(bound_s, self.space.bound_s(shape, last, best_s))
+                self._empty[at] = (sharper_s, last, shape)
+
     def _improve(self) -> None:
+        self._sharpen()
         for _ in range(NUM_IMPROVED):
             rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
             todo = [o for o in rows[:NUM_IMPROVED] if not o.is_improved]
@@ -280,6 +304,17 @@ class Master(Generic[S, C, V]):
         return False
 
     # -- judging -------------------------------------------------------------------------------
+    def _judge_by_hand(self) -> None:
+        """See that the best of what people would set up is among those judged, if it may fit."""
+        by_hand = sorted(
+            (o for o in self._opened if o.is_by_hand),
+            key=lambda o: self.space.preference(o.candidate),
+        )
+        for row in by_hand[:NUM_BY_HAND]:
+            if not row.is_judged and not self._is_late():
+                row.is_judged = True
+                self.verdicts.append(self.space.judge(row.candidate))
+
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
         best_s = rows[0].candidate.estimate_s if rows else 0.0

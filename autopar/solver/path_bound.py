@@ -29,21 +29,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.plan.orders import order_of
-from autopar.plan.types import ScheduleKind
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from autopar.solver.step_paths import Path, StepPaths, Term
 
 MAX_ROUNDS = 24
-MAX_THINGS = 40_000  # work limit: longer steps have no such bound
+MAX_THINGS = 8_192  # work limit: longer steps have no such bound
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)
+
+Variable: TypeAlias = Any  # of a solver without stubs
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class PathBound:
         problem: The chain; its menus may be relaxed ones, that are no real choice.
         warmup: Warm-up depths of the order, where they are not those of its kind.
         floor: What is known beyond the menus.
-        knows_halves: Whether the menus tell how a backward divides into its halves.
+        knows_halves: Whether the menus tell how a backward divides into its halves; else they
+            tell the most that its gradients of weights may take.
         num_reduces: Reductions of a stage's gradients per step.
     """
 
@@ -100,12 +103,13 @@ class _Program:
 
     bound: PathBound
     _solver: Any = field(init=False)
-    _time: Any = field(init=False)
-    _update: Any = field(init=False)
+    _time: Variable = field(init=False)
+    _update: Variable = field(init=False)
     _unit_s: float = field(init=False)
     _kinds: dict[str, list[int]] = field(default_factory=dict)
-    _counts: list[dict[tuple[str, int], Any]] = field(default_factory=list)
-    _parts: dict[tuple[Term, int], Any] = field(default_factory=dict)
+    _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
+    _before: list[dict[str, Variable]] = field(default_factory=list)
+    _parts: dict[tuple[Term, int], Variable] = field(default_factory=dict)
     _message_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +149,7 @@ class _Program:
     def _option(self, kind: str, option: int) -> Option:
         return self._block(kind).options[option]
 
-    def _row(self, low: float, high: float, terms: Mapping[Any, float]) -> None:
+    def _row(self, low: float, high: float, terms: Mapping[Variable, float]) -> None:
         row = self._solver.Constraint(low, high)
         for variable, factor in terms.items():
             row.SetCoefficient(variable, factor)
@@ -163,35 +167,41 @@ class _Program:
 
     def _deal(self) -> None:
         """Rows (2) and (3)."""
-        for kind, members in self._kinds.items():
-            taken = {v: 1.0 for row in self._counts for (k, _), v in row.items() if k == kind}
-            self._row(len(members), len(members), taken)
+        problem = self.bound.problem
         for row in self._counts:
-            self._row(1.0, self.bound.problem.most_blocks, dict.fromkeys(row.values(), 1.0))
+            self._row(1.0, problem.most_blocks, dict.fromkeys(row.values(), 1.0))
+        for stage in range(1, problem.num_stages):
+            low, high = self._range(stage)
+            before = {kind: self._solver.NumVar(0.0, high, "") for kind in self._kinds}
+            self._row(low, high, dict.fromkeys(before.values(), 1.0))
+            self._before.append(before)
+        for kind, members in self._kinds.items():
+            for stage, row in enumerate(self._counts):
+                terms = {v: 1.0 for (k, _), v in row.items() if k == kind}
+                total = 0.0
+                if stage > 0:
+                    terms[self._before[stage - 1][kind]] = 1.0
+                if stage + 1 < problem.num_stages:
+                    terms[self._before[stage][kind]] = -1.0
+                else:
+                    total = float(len(members))
+                self._row(total, total, terms)
 
     def _stay_together(self) -> None:
         """Rows (4)."""
         problem = self.bound.problem
         infinity = self._solver.infinity()
-        for stage in range(1, problem.num_stages):
-            low, high = self._range(stage)
-            before = {v: 1.0 for row in self._counts[:stage] for v in row.values()}
-            self._row(low, high, before)
         for kind in self._kinds:
             known = [0]
             for block in problem.blocks:
                 known.append(known[-1] + (block.key == kind))
-            for stage in range(1, problem.num_stages):
+            for stage, before in enumerate(self._before, 1):
                 low, high = self._range(stage)
                 part = known[low : high + 1]
                 for sign in (1.0, -1.0):  # above the lower hull, below the upper one
                     for slope, at in _hull([sign * count for count in part]):
                         offset = sign * part[at] - slope * (low + at)
-                        terms = {
-                            v: sign * (k == kind) - slope
-                            for row in self._counts[:stage]
-                            for (k, _), v in row.items()
-                        }
+                        terms = {v: sign * (k == kind) - slope for k, v in before.items()}
                         self._row(offset, infinity, terms)
 
     def _memory(self) -> None:
@@ -218,7 +228,7 @@ class _Program:
     def _stage_seconds(self) -> None:
         """Variables for what every stage takes, in units of a mean stage."""
         infinity = self._solver.infinity()
-        slack: dict[Any, float] = {}
+        slack: dict[Variable, float] = {}
         for s, row in enumerate(self._counts):
             for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
                 part = self._parts[term, s] = self._solver.NumVar(0.0, infinity, "")
@@ -234,7 +244,14 @@ class _Program:
                 terms = {v: self._option(k, o).weight_s / self._unit_s for (k, o), v in row.items()}
                 self._row(0.0, 0.0, {**terms, half: -1.0})
             else:
-                self._row(-infinity, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
+                terms = {}
+                if s > 0:
+                    options = {v: self._option(k, o) for (k, o), v in row.items()}
+                    terms = {
+                        v: (o.backward_s - o.weight_s) / self._unit_s for v, o in options.items()
+                    }
+                whole = self._parts[Term.BACKWARD, s]
+                self._row(-infinity, 0.0, {**terms, half: 1.0, whole: -1.0})
         if self.bound.floor.total_s:
             self._row(self.bound.floor.total_s / self._unit_s, infinity, slack)
 
@@ -247,12 +264,12 @@ class _Program:
             }
             self._row(-self._solver.infinity(), 0.0, {**terms, self._update: -1.0})
 
-    def _terms(self, path: Path) -> tuple[dict[Any, float], float]:
+    def _terms(self, path: Path) -> tuple[dict[Variable, float], float]:
         """A path as factors of variables, and seconds that do not depend on them."""
-        terms: dict[Any, float] = {}
+        terms: dict[Variable, float] = {}
         constant_s = 0.0
 
-        def add(variable: Any, factor: float) -> None:
+        def add(variable: Variable, factor: float) -> None:
             terms[variable] = terms.get(variable, 0.0) + factor
 
         for (term, s), count in path.items():
@@ -331,8 +348,6 @@ class _Program:
         forward = sum(o.forward_s for o in best) / stages
         backward = sum(o.backward_s for o in best) / stages
         weights = sum(o.weight_s for o in best) / stages
-        if not self.bound.knows_halves or problem.schedule is ScheduleKind.FORWARD:
-            weights = 0.0
         each = [forward, backward, backward - weights, weights, 0.0, 0.0]
         return [*([time_s] * stages for time_s in each), self._message_s]
 
@@ -370,4 +385,4 @@ def _hull(values: Sequence[float]) -> list[tuple[float, int]]:
         hull.append(at)
     if len(hull) == 1:
         return [(0.0, 0)] if len(values) == 1 else []
-    return [((values[b] - values[a]) / (b - a), a) for a, b in zip(hull, hull[1:], strict=False)]
+    return [((values[b] - values[a]) / (b - a), a) for a, b in pairwise(hull)]

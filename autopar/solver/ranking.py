@@ -25,15 +25,15 @@ from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
-from autopar.solver.bodies import Bodies, Body
+from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
-from autopar.solver.greedy_stages import first_choice, needed_bytes
+from autopar.solver.greedy_stages import first_choice
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
+from autopar.solver.ranked import Misfit, Ranked, in_order, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
-    ChosenOrder,
     alive_of,
     best_order,
     flights,
@@ -60,66 +60,6 @@ _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """A shape with splits, cuts and recompute chosen.
-
-    Attributes:
-        shape: Mesh, micro-batches, schedule.
-        zero_level: Of all parameters.
-        splits: The splits.
-        problem: The problem that they solve.
-        table: Menus under them.
-        stage_problem: The problem of the cuts.
-        stages: The cuts and options.
-        estimate_s: Simulated seconds of a step, from the menus' figures.
-    """
-
-    shape: Shape
-    zero_level: int
-    splits: SplitsSolution
-    problem: SplitsProblem
-    table: BlockTable
-    stage_problem: StageProblem
-    stages: StageSolution
-    estimate_s: float
-
-    @property
-    def surrogate_s(self) -> float:
-        """Seconds of a step by the surrogate."""
-        return self.stages.objective_s
-
-    @property
-    def recompute_words(self) -> tuple[str, ...]:
-        """Chosen option of every block."""
-        menus = zip(self.stage_problem.blocks, self.stages.options, strict=True)
-        return tuple(menu.options[at].name for menu, at in menus)
-
-
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """A shape that no cut and no recomputing makes fit.
-
-    Attributes:
-        shape: The shape.
-        zero_level: The leanest level that was tried.
-        problem: Its cut problem.
-    """
-
-    shape: Shape
-    zero_level: int
-    problem: StageProblem
-
-    @property
-    def least_bytes(self) -> int:
-        """A lower bound of what its fullest device needs."""
-        return least_memory_bytes(self.problem)
-
-    def needed_bytes(self) -> int:
-        """What its fullest device needs in the leanest choice that the greedy finds."""
-        return needed_bytes(self.problem)
 
 
 @dataclass(slots=True)
@@ -248,7 +188,7 @@ class Ranker:
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
             menus = body.least if share == 1 else self._shares(body, share)
-            self._least[key] = _with_costs(menus, costs, reduces)
+            self._least[key] = with_costs(menus, costs, reduces)
         boundary_bytes = body.boundary_bytes
         if share != 1:
             boundary_bytes = tuple((int(share * a), int(share * b)) for a, b in boundary_bytes)
@@ -264,6 +204,7 @@ class Ranker:
                         o,
                         forward_s=share * o.forward_s,
                         backward_s=share * o.backward_s,
+                        weight_s=share * o.weight_s,
                         saved_bytes=int(share * o.saved_bytes),
                     )
                     for o in menu.options
@@ -420,7 +361,9 @@ class Ranker:
             self._bounded[key] = None
             # half of the memory is left to what blocks save; stages share the rest evenly
             room = limit_bytes // 2 * shape.mesh.pp
-            problem = replace(self._of_step(shape, level, body), limit_bytes=room)
+            share = shape.num_microbatches / body.problem.num_microbatches
+            problem = of_step(self.parameters(shape.sizes, level, body), share)
+            problem = replace(problem, limit_bytes=room)
             try:
                 self.num_split_solves += 1
                 self._bounded[key] = solve_splits(problem)
@@ -432,23 +375,6 @@ class Ranker:
         parameters = self.parameters(shape.sizes, level, body)
         found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
         return misfit if found is None else found
-
-    def _of_step(self, shape: Shape, level: int, body: Body) -> SplitsProblem:
-        """The problem of a shape: its body's, with as many micro-batches as it has."""
-        problem = self.parameters(shape.sizes, level, body)
-        share = shape.num_microbatches / body.problem.num_microbatches
-        variables = tuple(
-            v
-            if v.is_once or share == 1
-            else replace(
-                v,
-                options=tuple(
-                    replace(o, time_s=o.once_s + share * (o.time_s - o.once_s)) for o in v.options
-                ),
-            )
-            for v in problem.variables
-        )
-        return replace(problem, variables=variables)
 
     def _with_splits(
         self,
@@ -467,22 +393,36 @@ class Ranker:
         if not math.isinf(best_s):
             home = self.tables.home(body.structure)
             costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
-            menus = _with_costs(body.least, costs, 1)
+            menus = with_costs(body.least, costs, 1)
             least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, least)
-        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters)
+        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters, exact=False)
         return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""
         limit = ranked.stage_problem.limit_bytes
-        better = self._cut_own(ranked.shape, ranked.zero_level, limit)
+        better = self._cut_own(ranked.shape, ranked.zero_level, limit, exact=True)
         return better if isinstance(better, Ranked) else ranked
 
-    def _cut_own(self, shape: Shape, level: int, limit_bytes: int) -> Ranked | Misfit | None:
+    def sharpened(self, ranked: Ranked) -> Ranked:
+        """The same shape, level and splits with menus of least seconds for their bytes."""
+        table, limit = ranked.table, ranked.stage_problem.limit_bytes
+        if table.is_exact:
+            return ranked
+        options = ranked.splits.options
+        exact = self.tables.table(table.sizes, table.problem, options, ranked.problem)
+        shape, level = ranked.shape, ranked.zero_level
+        found = self._cut(shape, level, limit, exact, ranked.problem, ranked.splits)
+        is_better = isinstance(found, Ranked) and found.estimate_s < ranked.estimate_s
+        return found if isinstance(found, Ranked) and is_better else ranked
+
+    def _cut_own(
+        self, shape: Shape, level: int, limit_bytes: int, *, exact: bool = False
+    ) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
         key = (shape.sizes, level)
@@ -498,7 +438,7 @@ class Ranker:
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
         chosen = self._splits[key]
-        table = self.tables.table(shape.sizes, problem, chosen.options)
+        table = self.tables.table(shape.sizes, problem, chosen.options, exact=exact)
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
@@ -559,7 +499,7 @@ class Ranker:
             shape.schedule, shape.warmup, shape.mesh, ranked.stage_problem, ranked.stages,
             self.analysis.constraints, is_promising=lambda: self._may_beat(ranked, best_s),
         )  # fmt: skip
-        return _in_order(ranked, found)
+        return in_order(ranked, found)
 
     def _may_beat(self, ranked: Ranked, best_s: float) -> bool:
         """Whether another order of a shape can be better than a plan that is known."""
@@ -573,7 +513,7 @@ class Ranker:
         if not is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             return None
         found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
-        plain = _in_order(ranked, found)
+        plain = in_order(ranked, found)
         return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
@@ -648,35 +588,3 @@ class Ranker:
             memory_bytes=memory_bytes(problem, starts, options),
             is_optimal=False,
         )
-
-
-def _with_costs(
-    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
-) -> tuple[BlockMenu, ...]:
-    """Relaxed menus with what their blocks' parameters cost."""
-    found: list[BlockMenu] = []
-    known: dict[object, str] = {}
-    for menu, cost in zip(menus, costs, strict=True):
-        reduce_s = reduces * cost.reduce_s
-        step_s = cost.step_s - cost.reduce_s + reduce_s
-        found.append(
-            BlockMenu(
-                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
-                options=menu.options,
-                state_bytes=cost.state_bytes,
-                step_s=step_s,
-                gather_s=cost.gather_s,
-                reduce_s=reduce_s,
-            )
-        )
-    return tuple(found)
-
-
-def _in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
-    return replace(
-        ranked,
-        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
-        stage_problem=found.problem,
-        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
-        estimate_s=found.time_s,
-    )

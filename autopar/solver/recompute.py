@@ -27,7 +27,7 @@ order of recomputing fixed to "right before the first reader"; the halving is ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -86,6 +86,27 @@ def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple
         search.corners(points)
         _thin(points, size)
         search.halve(points, size)
+    return tuple(points)
+
+
+def menu_of(
+    problem: RecomputeProblem, choices: Iterable[Collection[int]], *, size: int = MENU_SIZE
+) -> tuple[MenuPoint, ...]:
+    """A menu of given choices: figures are this block's own, but better choices may exist.
+
+    Args:
+        problem: The block.
+        choices: Groups that are made again; what none of them improves is left out.
+        size: Most points.
+    """
+    found = {f.remade: f for f in (figures(problem, c) for c in (*choices, ()))}
+    order = sorted(found.values(), key=lambda f: (f.extra_s, f.saved_bytes, sorted(f.remade)))
+    points: list[MenuPoint] = []
+    for one in order:
+        if not points or one.saved_bytes < points[-1].figures.saved_bytes:
+            names = tuple(n for g in sorted(one.remade) for n in problem.groups[g])
+            points.append(MenuPoint(groups=names, figures=one, gap_s=one.extra_s))
+    _thin(points, size)
     return tuple(points)
 
 

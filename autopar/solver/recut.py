@@ -208,10 +208,10 @@ class Recut:
             if found is None:
                 return None
             at, step, less = found
-            row = picks[at][step.kind]
-            moved = min(row[step.source], -(-excess // less))
-            row[step.source] -= moved
-            row[step.option] += moved
+            blocks = picks[at][step.kind]
+            moved = min(blocks[step.source], -(-excess // less))
+            blocks[step.source] -= moved
+            blocks[step.option] += moved
 
     def _held(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
         """Bytes of a moment beyond states: what is alive, and the largest transient."""

@@ -9,7 +9,7 @@ one, then dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
@@ -23,13 +23,14 @@ from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, grid, shapes
+from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.given import with_degrees
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.ranking import EFFORTS, Misfit, Ranked, Ranker
+from autopar.solver.ranked import Misfit, Ranked
+from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
@@ -41,6 +42,7 @@ Progress = Callable[[str], None]
 
 TIGHTEN_TRIES = 3
 PATIENCE = 10  # times the time limit, while nothing that fits was found
+NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
@@ -164,7 +166,9 @@ class _Search:
         by_hand = set(grid(space, analysis.batch_size))
         master: Master[Shape, Ranked, Outcome] = Master(self)
         winner = master.run(
-            [s for s in space if s in by_hand], [s for s in space if s not in by_hand]
+            [s for s in space if s in by_hand],
+            [s for s in space if s not in by_hand],
+            self._around_the_best(frozenset(space)),
         )
         self._phase("ranking")
         self.stats.stopped_by = master.stopped_by
@@ -199,6 +203,21 @@ class _Search:
         plan = assemble_plan(analysis, winner, field_, model_hash=self.model_hash)
         logger.info("plan found: %s, step %s, bound %s", plan.mesh, plan.time_s, plan.bound_s)
         return plan, self.stats
+
+    def _around_the_best(self, space: Collection[Shape]) -> Iterator[Shape]:
+        """Shapes beside the best ones, where the space has not all numbers of micro-batches.
+
+        It is asked for its first shape when all others have been gone through.
+        """
+        seen: set[Shape] = set()
+        for ranked in sorted(self.ranked, key=_preference)[:NUM_REFINED]:
+            shape = ranked.shape
+            own = next(s for s in space if _is_like(s, shape))
+            for other in neighbours(self._analysis, own):
+                if other not in space and other not in seen:
+                    seen.add(other)
+                    self.stats.num_shapes += 1
+                    yield other
 
     def _phase(self, name: str) -> None:
         now_s = monotonic()
@@ -242,6 +261,7 @@ class _Search:
 
     def improve(self, candidate: Ranked) -> Ranked:
         """Splits for just this shape, better cuts."""
+        candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
@@ -415,6 +435,11 @@ def _degrees(shape: Shape) -> dict[str, int]:
         "virtual": mesh.virtual,
         "num_microbatches": shape.num_microbatches,
     }
+
+
+def _is_like(one: Shape, other: Shape) -> bool:
+    """Whether two shapes differ by no more than their order."""
+    return one.mesh == other.mesh and one.num_microbatches == other.num_microbatches
 
 
 def _mesh_key(shape: Shape) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.plan.time_terms import time_terms
 from autopar.plan.types import MeshShape, TimeTerms
 from autopar.solver.exact import ExactFigures
-from autopar.solver.ranking import Ranked
+from autopar.solver.ranked import Ranked
 from autopar.solver.splits_problem import SplitsProblem, is_once, sharing_group
 from autopar.solver.stages_problem import bounds
 

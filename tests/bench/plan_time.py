@@ -2,7 +2,8 @@
 
 Every row is planned in a process of its own, from nothing: seconds by phase, processor seconds,
 peak memory, and what came out: mesh, predicted step, bound, what the bound leaves open of the
-simulated time (gap) and of the estimates (model gap). Nothing is asserted.
+simulated time (gap) and of the estimates (model gap); with ``--replan`` also the seconds of
+planning again in the same process after the last machine was lost. Nothing is asserted.
 
 Batches are those of the papers: GPT-2 (Radford et al. 2019: 512 sequences); Llama 3 (Dubey et al.
 2024: 8M tokens for most of the training of the large ones; 1M here for 8B on 32 devices); 175B,
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 NUM_NODES = 100_000
-PHASES = ("capture", "analysis", "ranking", "exact", "other")
+PHASES = ("capture", "analysis", "ranking", "pipelines", "exact", "other")
 Made = tuple[Any, dict[str, Any]]
 """A model on the meta device and its global batch."""
 
@@ -103,7 +104,7 @@ def _t5_11b() -> Made:
 
     config = T5Config(
         d_model=1024, d_kv=128, d_ff=65_536, num_layers=24, num_heads=128, vocab_size=32_128,
-        use_cache=False,
+        use_cache=False, decoder_start_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config).to(torch.bfloat16)
@@ -138,6 +139,7 @@ ROWS: Mapping[str, Row] = {
     "t5-11b-64": Row("8x8:a100-80gb", _t5_11b),
     "vit-22b-256": Row("32x8:a100-80gb", _vit_22b),
     "graph-100k-64": Row("8x8:h100-sxm", None),
+    "llama3-70b-mixed": Row("8x8:h100-sxm + 16x8:a100-80gb", _llama_70b),
 }
 
 
@@ -148,12 +150,43 @@ def _graph() -> Any:
     return residual_network(NUM_NODES // per_layer, rows=4096, width=2048, hidden=8192)
 
 
-def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any]:
-    """Plan a row in this process."""
-    from autopar.cluster import parse_devices
+def _planner(graph: Any, key: str, progress: Callable[[str], None]) -> Any:
+    """A planner whose searches share what they know about the model."""
+    from autopar.solver.analysis import Analysis
     from autopar.solver.constraints import Constraints
+    from autopar.solver.planning import Planner
     from autopar.solver.search import solve
     from cost_models.analytic import AnalyticCostModel
+
+    known: list[Any] = []
+
+    def search(cluster: Any, constraints: Constraints, limit: int | None) -> Any:
+        model = AnalyticCostModel(cluster)
+        if known:
+            analysis = known[0].on(cluster, model).under(constraints)
+        else:
+            begin_s = time.monotonic()
+            analysis = Analysis(graph, cluster, model, constraints, "adamw")
+            known.extend([analysis, time.monotonic() - begin_s])
+        plan, stats = solve(
+            graph, key, cluster, constraints=constraints, optimizer="adamw",
+            memory_limit_bytes=limit, cost_model=model, analysis=analysis, progress=progress,
+        )  # fmt: skip
+        stats.seconds["analysis"] += known.pop() if len(known) > 1 else 0.0
+        return plan, stats
+
+    return Planner(
+        graph=graph, model_hash=key, constraints=Constraints(), optimizer="adamw",
+        prices=AnalyticCostModel, search=search, progress=progress,
+    )  # fmt: skip
+
+
+def measure(
+    row: Row, *, save: str = "", verbose: bool = False, replans: bool = False
+) -> dict[str, Any]:
+    """Plan a row in this process."""
+    from autopar.cluster import parse_devices
+    from autopar.solver.replan import change_of, replan
 
     begin_s = time.monotonic()
     if row.make is None:
@@ -162,39 +195,28 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
         from autopar.api.compiling import capture_call
 
         model, batch = row.make()
-        built_s = time.monotonic()
-        begin_s = built_s
-        captured = capture_call(
-            model,
-            batch,
-            None,
-            None,
-            mode="train",
-            precision=None,
-        )[1]
+        begin_s = time.monotonic()
+        captured = capture_call(model, batch, None, None, mode="train", precision=None)[1]
         graph, key = captured.graph, captured.hash
     cluster = parse_devices(row.devices)
     captured_s = time.monotonic()
-    asked = {
-        "constraints": Constraints(), "optimizer": "adamw", "memory_limit_bytes": None,
-        "cost_model": AnalyticCostModel(cluster),
-    }  # fmt: skip
     if save:
         import pickle
 
         with open(save, "wb") as file:
-            pickle.dump(((graph, key, cluster), asked), file)
+            pickle.dump((graph, key, cluster), file)
 
     def progress(line: str) -> None:
         if verbose:
             sys.stderr.write(f"{time.monotonic() - captured_s:7.1f} {line}\n")
 
-    plan, stats = solve(graph, key, cluster, **asked, progress=progress)  # type: ignore[arg-type]
+    planner = _planner(graph, key, progress)
+    plan, stats = planner.plan(cluster)
     end_s = time.monotonic()
     phases = {"capture": captured_s - begin_s, **stats.seconds}
     phases["other"] = end_s - captured_s - sum(stats.seconds.values())
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {
+    found = {
         "nodes": len(graph.nodes),
         "phases": phases,
         "total_s": end_s - begin_s,
@@ -208,10 +230,20 @@ def measure(row: Row, *, save: str = "", verbose: bool = False) -> dict[str, Any
         "opened": f"{stats.num_ranked}/{stats.num_shapes}",
         "stopped_by": stats.stopped_by,
     }
+    if plan.pipelines:
+        found["mesh"] = f"{len(plan.pipelines)} pipelines"
+    if replans:
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
+        again = replan(planner, plan, change_of(cluster, lost=(len(cluster.machines) - 1,)))
+        found["replan_s"] = time.monotonic() - begin_s
+        found["replan_cpu_s"] = time.process_time() - begin_cpu_s
+        found["replan_step_s"] = again.plan.time_s
+    return found
 
 
-def _in_child(name: str) -> dict[str, Any]:
+def _in_child(name: str, *, replans: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.bench.plan_time", "--child", name]
+    command += ["--replan"] if replans else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": done.returncode}
@@ -227,16 +259,21 @@ def main() -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="with --child: the search's progress"
     )
+    parser.add_argument(
+        "--replan", action="store_true", help="plan again after the last machine was lost"
+    )
     given = parser.parse_args()
     if given.child:
-        found = measure(ROWS[given.child], save=given.save, verbose=given.verbose)
+        found = measure(
+            ROWS[given.child], save=given.save, verbose=given.verbose, replans=given.replan
+        )
         sys.stdout.write(json.dumps(found) + "\n")
         return
     table = Table("row", "nodes", *PHASES, "total s", "cpu s", "GiB", "plan", "step s", "bound s")
-    for heading in ("gap", "model gap", "opened", "stopped"):
+    for heading in ("gap", "model gap", "opened", "stopped", "replan s", "cpu s"):
         table.add_column(heading)
     for name in given.rows:
-        found = _in_child(name)
+        found = _in_child(name, replans=given.replan)
         if "error" in found:
             table.add_row(name, f"failed: {found['error']}")
             continue
@@ -246,6 +283,7 @@ def main() -> None:
             found["mesh"], f"{found['time_s']:.3f}", f"{found['bound_s']:.3f}",
             f"{found['gap']:.1%}", f"{found['model_gap']:.2%}", found["opened"],
             found["stopped_by"] or "-",
+            *(f"{found[p]:.1f}" if p in found else "-" for p in ("replan_s", "replan_cpu_s")),
         )  # fmt: skip
         sys.stderr.write(json.dumps({"row": name, **found}) + "\n")
     Console(width=240).print(table)

@@ -16,7 +16,8 @@ from autopar.solver.constraints import Constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.force import ProportionalCostModel
 from autopar.solver.greedy_stages import exchange_steps
-from autopar.solver.ranking import Ranked, Ranker
+from autopar.solver.ranked import Ranked
+from autopar.solver.ranking import Ranker
 from autopar.solver.search import decisions_for
 from tests.equivalence.harness import Problem, actions_for, problem_of
 from tests.zoo import build

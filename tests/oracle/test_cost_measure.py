@@ -12,6 +12,7 @@ import torch
 from autopar.capture.tracing import capture
 from autopar.cluster import parse_devices
 from autopar.errors import ConfigError
+from autopar.ir.graph import OutputKind
 from autopar.plan.decisions import decisions_of
 from autopar.runtime.op_alone import operator_points, unseen_operators
 from autopar.runtime.op_times import op_points
@@ -100,6 +101,38 @@ def test_points_are_medians_with_their_spread():
     assert point.time_s == 1.0
     assert point.spread_s > 0
     assert point.repeats == MAX_REPEATS
+
+
+def test_ranks_that_take_turns_are_measured_by_the_mean_of_the_middle_half():
+    # 2 to warm up and to see how long it takes, then 8 of which the extremes are left out
+    seconds = iter([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 90.0, 90.0])
+    now = [0.0]
+
+    def run() -> None:
+        now[0] += next(seconds)
+
+    meter = Meter(
+        device=torch.device("cpu"), per_node=1, num_cores=0, clock=lambda: now[0], point_s=1.0
+    )
+    point = meter.measure(Task(kind=PointKind.LAUNCH, prepare=lambda: run, least=8))
+    assert point.repeats == 8
+    assert point.time_s == 3.0
+
+
+def test_sums_of_gradients_are_measured_where_there_are_several_micro_batches():
+    model, batch = build("gpt2", layers=1)
+    captured = capture(model, (), batch)
+    meter = replace(local_meter(), clock=ticking(1e-6))
+    trained = sum(p.numel() for p in model.parameters())
+    gradients = {o.target for o in captured.graph.outputs_of(OutputKind.GRAD)}  # some of slices
+    found = {}
+    for count in (1, 4):
+        plan = forced_plan(captured.graph, captured.hash, num_microbatches=count)
+        points = op_points(captured, plan, model, ((), batch), meter, busy=1, budget_s=1e-6)
+        found[count] = [p.sizes for p in points if p.kind is PointKind.ACCUMULATE]
+        (step,) = (p for p in points if p.name == "executor")
+        assert step.sizes[0] > 50 * count
+    assert found == {1: [], 4: [(len(gradients), 4 * trained)]}
 
 
 def test_operators_of_a_model_are_priced_as_they_were_measured_under_every_plan_of_the_profile():

@@ -10,12 +10,15 @@ import pytest
 from autopar.errors import ConfigError
 from cost_models.fit import (
     MatmulCurve,
+    ascending,
     busy_factors,
     fit_link,
     fit_matmul,
     fit_memory,
     fit_operator,
     fit_optimizer,
+    fit_sums,
+    fit_waiting,
     hidden_share,
     least_squares,
 )
@@ -66,6 +69,78 @@ def test_a_link_is_recovered(part: float):
     found = fit_link(points)
     assert found.alpha_s == pytest.approx(3e-4, rel=1e-6 + part)
     assert found.bandwidth_bytes_per_s == pytest.approx(2e9, rel=1e-6 + 2 * part)
+
+
+def test_a_link_is_followed_through_the_payloads_that_were_measured():
+    times = {2**10: 1e-4, 2**16: 0.8e-4, 2**20: 5e-4, 2**23: 8e-3}
+    found = fit_link([Point(K.ALL_REDUCE, "float32", (n, 2), t) for n, t in times.items()])
+    # a larger payload never costs less: two that do are taken for one another
+    assert found.time_s(1) == found.time_s(2**10) == found.time_s(2**16) == pytest.approx(0.9e-4)
+    assert found.time_s(2**20) == 5e-4
+    assert found.time_s(2**22 + 2**19) == pytest.approx((5e-4 + 8e-3) / 2)
+    assert found.time_s(2**24) == pytest.approx(8e-3 + 2**23 / found.bandwidth_bytes_per_s)
+    priced = [found.time_s(2**n) for n in range(30)]
+    assert priced == sorted(priced)
+
+
+def test_times_are_made_to_ascend_by_means_of_neighbours():
+    rng = random.Random(3)
+    for _ in range(200):
+        pairs = [(n, rng.choice([1.0, 2.0, 3.0, 5.0])) for n in range(rng.randint(1, 7))]
+        found = ascending(rng.sample(pairs, len(pairs)))
+        assert [n for n, _ in found] == [n for n, _ in pairs]
+        times = [t for _, t in found]
+        assert times == sorted(times)
+        assert sum(times) == pytest.approx(sum(t for _, t in pairs))
+        # no other ascending times are nearer, by the condition of Kuhn and Tucker
+        left = 0.0
+        for (_, given), time_s, after in zip(pairs, times, [*times[1:], float("inf")], strict=True):
+            left += given - time_s
+            assert left >= -1e-9
+            assert time_s == after or left == pytest.approx(0.0, abs=1e-9)
+
+
+def rounds(each_s: float, share: float, comm_s: float = 3e-4, name: str = "") -> list[Point]:
+    points = []
+    for count in (1, 4, 12):
+        compute_s = count * 3e-4
+        times = {
+            "compute": compute_s, "comm": comm_s,
+            "round": compute_s * (1 + share) + comm_s + each_s,
+        }  # fmt: skip
+        points += [
+            Point(K.LOCKSTEP, "float32", (count, 2), t, name=f"{n} {name}".strip(), busy=2)
+            for n, t in times.items()
+        ]
+    return points
+
+
+def test_waiting_costs_by_time_and_by_what_is_computed_in_between():
+    found = fit_waiting(rounds(7e-5, 0.04))
+    assert found.each_s == pytest.approx(7e-5)
+    assert found.share == pytest.approx(0.04)
+    assert found.time_s(10, 0.1) == pytest.approx(7e-4 + 4e-3)
+    # ranks that wait lend their cores to others: rounds may take less than their parts
+    assert fit_waiting(rounds(-5e-5, -0.1)).time_s(10, 0.1) == 0.0
+    # and where only one of three lengths takes longer, that is noise
+    mixed = [
+        Point(p.kind, p.dtype, p.sizes, p.time_s + (1e-5 if p.sizes[0] == 4 else 0.0),
+              name=p.name, busy=2) if p.name == "round" else p
+        for p in rounds(-5e-5, -0.01)
+    ]  # fmt: skip
+    assert fit_waiting(mixed).time_s(10, 0.1) == 0.0
+    few = [p for p in rounds(1e-5, 0.1) if p.sizes[0] == 4]
+    with pytest.raises(ConfigError, match="rounds of 2 ranks: has 1 different sizes in 3 points"):
+        fit_waiting(few)
+
+
+def test_sums_of_gradients_cost_by_tensor_and_by_byte_if_that_can_be_told():
+    points = [
+        Point(K.ACCUMULATE, "float32", (n, b), n * 3e-6 + b * 1e-10)
+        for n, b in ((16, 2**24), (100, 2**20))
+    ]
+    assert fit_sums(points).time_s(10, 1e6) == pytest.approx(3e-5 + 1e-4)
+    assert fit_sums(points[:1]).time_s(10, 2**23) == pytest.approx(points[0].time_s / 2)
 
 
 def test_levels_of_the_caches_are_recovered():

@@ -85,6 +85,42 @@ def test_views_cost_a_call_and_picking_a_result_nothing():
     assert (pick.time_s, pick.source) == (5e-7, Source.FREE)
 
 
+def test_what_an_operator_costs_beside_itself_is_told_by_all_programs_together():
+    programs = [
+        Point(K.STEP, "float32", (n,), t, name="executor", busy=b)
+        for n, t, b in ((10, 9e-6, 1), (90, 1e-6, 1), (100, 4e-6, 2))
+    ]
+    pick = ("getitem", (Ref("a"), 0), [(meta(4),)], meta(4))
+    assert model(1, *programs).op_time_s(*pick) == pytest.approx(1.8e-6)
+    assert model(2, *programs).op_time_s(*pick) == pytest.approx(4e-6)
+    # not measured: four ranks on two cores
+    assert model(4, *programs).op_time_s(*pick) == pytest.approx(8e-6)
+
+
+def test_sums_and_waits_cost_what_was_measured_with_as_many_busy_ranks():
+    assert model(2).accumulate_time_s(3, 100) == 0.0
+    assert model(2).waiting_s(2, 3, 1.0) == 0.0
+    sums = [
+        Point(K.ACCUMULATE, "float32", (n, b), n * 2e-6 + b * 1e-10, busy=2)
+        for n, b in ((16, 2**24), (100, 2**20))
+    ]
+    lockstep = [
+        Point(K.LOCKSTEP, "float32", (n, ranks), t, name=name, busy=4)
+        for n in (1, 12)
+        for ranks, share in ((2, 0.0), (4, 0.1))
+        for name, t in (
+            ("compute", n * 1e-3), ("comm", 2e-4), ("round", n * 1e-3 * (1 + share) + 2.5e-4)
+        )
+    ]  # fmt: skip
+    found = model(4, *sums, *lockstep)
+    assert model(2, *sums).accumulate_time_s(10, 1e6) == pytest.approx(12e-5)
+    assert found.accumulate_time_s(10, 1e6) == pytest.approx(24e-5)  # on half the cores
+    assert found.waiting_s(2, 3, 1.0) == pytest.approx(3 * 5e-5)
+    assert found.waiting_s(4, 3, 1.0) == pytest.approx(3 * 5e-5 + 0.1)
+    assert found.waiting_s(8, 3, 1.0) == 0.0
+    assert found.fits.parameters()["waiting of 4 ranks 4 busy share"] == pytest.approx(0.1)
+
+
 def test_ranks_that_share_cores_are_slowed_down_as_measured():
     dims = FIRST_MATMULS[0]
     slow = Point(K.MATMUL, "float32", dims, 2.4 * CURVE.time_s(dims), busy=4)

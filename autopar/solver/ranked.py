@@ -1,0 +1,110 @@
+"""A shape with everything chosen and an estimate, or the word that it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.solver.block_costs import BlockTable, ParameterCost
+from autopar.solver.candidates import Shape
+from autopar.solver.greedy_stages import needed_bytes
+from autopar.solver.schedule_choice import ChosenOrder
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
+from autopar.solver.stages_problem import (
+    BlockMenu,
+    StageProblem,
+    StageSolution,
+    least_memory_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A shape with splits, cuts and recompute chosen.
+
+    Attributes:
+        shape: Mesh, micro-batches, schedule.
+        zero_level: Of all parameters.
+        splits: The splits.
+        problem: The problem that they solve.
+        table: Menus under them.
+        stage_problem: The problem of the cuts.
+        stages: The cuts and options.
+        estimate_s: Simulated seconds of a step, from the menus' figures.
+    """
+
+    shape: Shape
+    zero_level: int
+    splits: SplitsSolution
+    problem: SplitsProblem
+    table: BlockTable
+    stage_problem: StageProblem
+    stages: StageSolution
+    estimate_s: float
+
+    @property
+    def surrogate_s(self) -> float:
+        """Seconds of a step by the surrogate."""
+        return self.stages.objective_s
+
+    @property
+    def recompute_words(self) -> tuple[str, ...]:
+        """Chosen option of every block."""
+        menus = zip(self.stage_problem.blocks, self.stages.options, strict=True)
+        return tuple(menu.options[at].name for menu, at in menus)
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A shape that no cut and no recomputing makes fit.
+
+    Attributes:
+        shape: The shape.
+        zero_level: The leanest level that was tried.
+        problem: Its cut problem.
+    """
+
+    shape: Shape
+    zero_level: int
+    problem: StageProblem
+
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of what its fullest device needs."""
+        return least_memory_bytes(self.problem)
+
+    def needed_bytes(self) -> int:
+        """What its fullest device needs in the leanest choice that the greedy finds."""
+        return needed_bytes(self.problem)
+
+
+def with_costs(
+    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int
+) -> tuple[BlockMenu, ...]:
+    """Relaxed menus with what their blocks' parameters cost."""
+    found: list[BlockMenu] = []
+    known: dict[object, str] = {}
+    for menu, cost in zip(menus, costs, strict=True):
+        reduce_s = reduces * cost.reduce_s
+        step_s = cost.step_s - cost.reduce_s + reduce_s
+        found.append(
+            BlockMenu(
+                key=known.setdefault((menu.key, cost.state_bytes, step_s), str(len(known))),
+                options=menu.options,
+                state_bytes=cost.state_bytes,
+                step_s=step_s,
+                gather_s=cost.gather_s,
+                reduce_s=reduce_s,
+            )
+        )
+    return tuple(found)
+
+
+def in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
+    """A ranked shape in another order of forwards and backwards."""
+    return replace(
+        ranked,
+        shape=replace(ranked.shape, schedule=found.schedule, warmup=found.warmup),
+        stage_problem=found.problem,
+        stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
+        estimate_s=found.time_s,
+    )

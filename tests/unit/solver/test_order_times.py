@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.plan.actions import ActionKind
+from autopar.plan.orders import order_of
+from autopar.plan.schedule import Order, action_lists
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
+from autopar.solver.order_times import numbered_order, run
+from cost_models.simulate import StageSeconds, simulate
+
+KINDS = (
+    ScheduleKind.GPIPE,
+    ScheduleKind.FORWARD,
+    ScheduleKind.ONE_F_ONE_B,
+    ScheduleKind.INTERLEAVED,
+    ScheduleKind.ZERO_BUBBLE,
+    ScheduleKind.ZBV,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_takes_what_the_simulator_finds(kind: ScheduleKind) -> None:
+    rng = random.Random(f"{kind}")
+    for _ in range(30):
+        mesh, order = _order(rng, kind)
+        stages = [_stage(rng) for _ in range(mesh.num_stages)]
+        ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
+        back = [(target, source) for source, target in ahead]
+        links = {edge: rng.random() / 2 for edge in (*ahead, *back)}
+        lists = action_lists(order, mesh, forward_edges=ahead, backward_edges=back)
+        expected = simulate(lists, stages, p2p_s=links).makespan_s
+        found = run(numbered_order(order, mesh.num_stages), stages, links)
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def _order(rng: random.Random, kind: ScheduleKind) -> tuple[MeshShape, Order]:
+    pp, count = rng.randint(1, 6), rng.randint(1, 17)
+    if kind is ScheduleKind.ZBV:
+        mesh = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
+    else:
+        virtual = rng.randint(1, 3) if kind is ScheduleKind.INTERLEAVED else 1
+        mesh = MeshShape(pp=pp, virtual=virtual)
+    warmup = None
+    if kind is ScheduleKind.ONE_F_ONE_B and rng.random() < 0.5:
+        warmup = sorted((rng.randint(1, 7) for _ in range(pp)), reverse=True)
+    return mesh, order_of(kind, mesh, count, warmup)
+
+
+def _stage(rng: random.Random) -> StageSeconds:
+    backward_s = rng.random()
+    once_s = {ActionKind.UNSHARD: rng.random(), ActionKind.REDUCE_GRAD: rng.random()}
+    return StageSeconds(
+        forward_s=rng.random(), backward_s=backward_s, weight_s=backward_s * rng.random(),
+        once_s=once_s,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Cuts of ranks with several stages each, and the order in which the master looks at shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from autopar.plan.types import ScheduleKind
+from autopar.solver.greedy_stages import first_choice
+from autopar.solver.master import Master
+from autopar.solver.path_bound import PathBound
+from autopar.solver.recut import Recut, even_starts
+from autopar.solver.schedule_choice import simulated_s
+from tests.oracle.search_cases import every_plan, shapes_of, solution_of
+
+
+def with_several_stages(seeds: range, most_blocks: int = 6):
+    for seed in seeds:
+        for problem in shapes_of(seed, most_blocks):
+            if problem.virtual > 1:
+                yield problem
+
+
+def test_moved_blocks_fit_and_are_near_the_best_plan():
+    losses = []
+    for problem in with_several_stages(range(24)):
+        plans = list(every_plan(problem))
+        fastest = min(plans, key=lambda p: p.time_s)
+        least = min(p.peak_bytes for p in plans)
+        limit = (fastest.peak_bytes + least) // 2
+        tight = replace(problem, limit_bytes=limit)
+        found = Recut(tight).improved(even_starts(tight))
+        if found is None:
+            continue
+        best = min(p.time_s for p in plans if p.peak_bytes <= limit)
+        time_s = simulated_s(tight.mesh, tight, found)
+        assert max(found.memory_bytes) <= limit
+        assert time_s >= best * (1 - 1e-9)
+        assert PathBound(tight).least_s() <= best * (1 + 1e-9)
+        losses.append(time_s / best - 1)
+    assert len(losses) >= 20
+    assert sorted(losses)[len(losses) // 2] < 0.02
+    assert max(losses) < 0.3
+
+
+def test_moved_blocks_are_never_worse_than_where_they_began():
+    for problem in with_several_stages(range(24)):
+        choice = first_choice(problem)
+        if choice is None:
+            continue
+        before_s = simulated_s(problem.mesh, problem, solution_of(problem, *choice))
+        found = Recut(problem).improved(choice[0])
+        assert found is not None
+        assert simulated_s(problem.mesh, problem, found) <= before_s * (1 + 1e-9)
+
+
+def test_fixed_cuts_stay():
+    problem = next(iter(with_several_stages(range(24))))
+    starts = even_starts(problem)
+    found = Recut(replace(problem, fixed_starts=starts)).improved(starts)
+    assert found is not None
+    assert found.starts == starts
+
+
+def test_nothing_fits_into_no_memory():
+    problem = replace(next(iter(with_several_stages(range(24)))), limit_bytes=1)
+    assert Recut(problem).improved(even_starts(problem)) is None
+    assert PathBound(problem).least_s() == float("inf")
+
+
+def test_reductions_after_every_backward_are_a_bound_as_well():
+    for problem in with_several_stages(range(12)):
+        assert problem.schedule in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV)
+        once = PathBound(problem).least_s()
+        each = PathBound(problem, num_reduces=problem.num_microbatches).least_s()
+        assert each == pytest.approx(once, rel=0.2)
+
+
+# -- the master ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Guess:
+    """A shape's plan: its number, an estimate, and what the simulator says."""
+
+    number: int
+    estimate_s: float
+    step_s: float
+    fits: bool = True
+
+
+class NumberedSpace:
+    """Shapes are numbers; a table says what each is like: bounds by effort, estimate, step."""
+
+    efforts = 3
+
+    def __init__(self, table: dict[int, tuple[tuple[float, float, float], float, float]]) -> None:
+        self.table = table
+        self.asked: list[tuple[int, int, float]] = []
+        self.opened: list[int] = []
+
+    def bound_s(self, shape: int, effort: int, enough_s: float) -> float:
+        self.asked.append((shape, effort, enough_s))
+        return self.table[shape][0][effort]
+
+    def open(self, shape: int, best_s: float) -> Guess | None:
+        self.opened.append(shape)
+        _, estimate_s, step_s = self.table[shape]
+        return None if estimate_s == float("inf") else Guess(shape, estimate_s, step_s)
+
+    def improve(self, candidate: Guess) -> Guess:
+        return candidate
+
+    def model_bound_s(self, candidate: Guess, enough_s: float) -> float:
+        return self.table[candidate.number][0][2]
+
+    def judge(self, candidate: Guess) -> Guess:
+        return candidate
+
+    def preference(self, candidate: Guess) -> tuple[float, int, int, int, str]:
+        return candidate.estimate_s, candidate.number, 0, 0, ""
+
+    def is_late(self) -> bool:
+        return False
+
+
+def test_the_best_shape_set_up_by_hand_is_judged_whatever_its_estimate():
+    table = {0: ((1.0, 1.0, 1.0), 2.0, 0.9)}
+    table |= {n: ((1.0, 1.0, 1.0), 1.0 + 0.001 * n, 1.0 + 0.001 * n) for n in range(1, 9)}
+    space = NumberedSpace(table)
+    master: Master[int, Guess, Guess] = Master(space)
+    winner = master.run([0], range(1, 9))
+    assert winner is not None
+    assert winner.number == 0
+    other: Master[int, Guess, Guess] = Master(NumberedSpace(table))
+    winner = other.run([], range(9))
+    assert winner is not None
+    assert winner.number == 1, "without its place in the first group it is not judged"
+
+
+def test_a_later_group_is_asked_for_its_shapes_when_the_earlier_ones_are_done():
+    space = NumberedSpace({n: ((1.0, 1.0, 1.0), 1.0 + n, 1.0 + n) for n in range(4)})
+    seen: list[list[int]] = []
+
+    def late():
+        seen.append(list(space.opened))
+        yield 3
+
+    master: Master[int, Guess, Guess] = Master(space)
+    master.run([0], [1, 2], late())
+    assert seen == [[0, 1, 2]]
+    assert 3 in space.opened
+
+
+def test_bounds_of_what_was_opened_first_are_sharpened_afterwards():
+    table = {
+        0: ((0.1, 0.1, 0.8), float("inf"), 0.0),
+        1: ((0.2, 0.2, 0.9), 1.0, 1.0),
+        2: ((0.3, 0.3, 1.5), 2.0, 2.0),
+    }
+    space = NumberedSpace(table)
+    master: Master[int, Guess, Guess] = Master(space)
+    winner = master.run(range(3))
+    assert winner is not None
+    assert winner.number == 1
+    assert master.bound_s == pytest.approx(0.8)
+    # the last effort is for shapes that a known plan may exclude
+    assert all(enough_s == 1.0 for _, effort, enough_s in space.asked if effort == 2)
