@@ -55,6 +55,8 @@ def check_kinds(
         ("time_limit_s", limits_s[0], _is_positive(limits_s[0]), "seconds above 0"),
         ("timeout_s", limits_s[1], _is_positive(limits_s[1]), "seconds above 0"),
     ):
+        if value is not None and not fits and isinstance(value, float) and name.endswith("_s"):
+            raise ConfigError(f"{name}={value:g}: give {wanted}")
         if value is not None and not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
     if not isinstance(optimizer, str):

@@ -252,7 +252,23 @@ def agrees(plan: Plan) -> bool:
     return abs(plan.objective_s - plan.time_s) <= ESTIMATE_AGREES * plan.time_s
 
 
+def _pipelines_loss(candidate: Candidate, plan: Plan) -> Loss:
+    """A runner-up of a plan of unequal pipelines: its reason begins with its shapes."""
+    name, _, figures = candidate.reason.partition("; simulated: ")
+    percent = 100 * (candidate.time_s / plan.time_s - 1) if plan.time_s > 0 else 0.0
+    reason = f"simulated {format_time(candidate.time_s)}, {percent:+.1f} %"
+    costs = figures.partition(", ")[2]
+    return Loss(
+        name=name,
+        time_s=candidate.time_s,
+        measure="simulated",
+        reason=f"{reason}, {costs}" if costs else reason,
+    )
+
+
 def _loss(candidate: Candidate, plan: Plan, terms: TimeTerms | None) -> Loss:
+    if plan.pipelines:
+        return _pipelines_loss(candidate, plan)
     name = candidate_name(
         candidate.mesh,
         candidate.num_microbatches,

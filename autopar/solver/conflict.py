@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -69,4 +70,6 @@ def _text(part: dict[str, object], error: Exception) -> str:
         return str(error)
     words = [constraint_words({name: value}) for name, value in part.items()]
     joined = f"{', '.join(words[:-1])} and {words[-1]}"
-    return f"constraints {joined} contradict each other: {error}"
+    # a refusal begins by naming the constraints that it is about, which was just done
+    reason = re.sub(r"^constraints? (?:\w+=\S+(?:, | and )?)+: ", "", str(error))
+    return f"constraints {joined} contradict each other: {reason}"

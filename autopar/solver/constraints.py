@@ -153,10 +153,16 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
     for value in degrees.values():
         product *= value or 1
     if product > num_devices:
-        given = ", ".join(f"{n}={v}" for n, v in degrees.items() if v is not None)
+        named = [f"{n}={v}" for n, v in degrees.items() if v is not None]
+        subject = (
+            f"constraint {named[0]}: needs"
+            if len(named) == 1
+            else (f"constraints {', '.join(named)}: need")
+        )
+        lower = "it" if len(named) == 1 else "one of them"
         raise ConstraintError(
-            f"constraints {given}: need {product} devices, the cluster has {num_devices}; "
-            "lower one of them"
+            f"{subject} {product} devices, the cluster has {num_devices}; lower {lower}, or plan "
+            f"for {product} devices"
         )
     _check_zero(constraints, num_devices)
     parameter_placements(graph, constraints.placements, constraints.tp)

@@ -86,6 +86,8 @@ class Replan:
             steps = self.break_even_steps
             if math.isinf(steps):
                 lines.append("break-even: never, staying is as fast")
+            elif steps == 0:
+                lines.append("break-even: at once, to move takes no longer than to stay")
             else:
                 lines.append(
                     f"break-even: after {math.ceil(steps):,} steps, "

@@ -28,7 +28,7 @@ from tests.zoo import build
         ({"schedule": 1}, r"schedule=1 is a int; give a word"),
         ({"warmup": 3}, r"warmup=3 is a int; give a list of whole numbers"),
         ({"warmup": []}, r"warmup=\[\] is a list; give a list of whole numbers, such as"),
-        ({"warmup": [2, 1, 1]}, r"constraints pp=3: need 3 devices, the cluster has 2"),
+        ({"warmup": [2, 1, 1]}, r"constraint pp=3: needs 3 devices, the cluster has 2; lower it"),
         ({"loss": 3}, r"loss=3 is a int; give a function"),
         ({"plan": 5}, r"plan=5 is a int; give a Plan"),
         ({"outputs": "logits"}, r"outputs='logits' is a str; give a list"),

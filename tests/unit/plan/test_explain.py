@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import ConfigError
 from autopar.plan.answers import ShadowPrice
 from autopar.plan.explain import fullest_rank
+from autopar.plan.pipelines import PipelinePlan, PipelineStage
 from autopar.plan.time_terms import plan_terms, term_changes, time_terms
 from autopar.plan.types import (
     AppliedConstraint,
@@ -18,6 +19,7 @@ from autopar.plan.types import (
     TimeParts,
     TimeTerms,
 )
+from autopar.report.text import render_plan
 from autopar.units import GIB, MIB
 
 
@@ -150,3 +152,57 @@ def test_text_has_every_section_once(example_plan):
         "Runners-up, and why they lost",
         "Not told",
     ]
+
+
+def test_runners_up_are_compared_by_the_measure_that_they_have(example_plan):
+    estimated = Candidate(
+        mesh=MeshShape(dp=8),
+        num_microbatches=1,
+        schedule=ScheduleKind.GPIPE,
+        zero_level=0,
+        recompute="none",
+        time_s=0.05,
+        peak_bytes=GIB,
+        reason="estimated: 50 ms against 12 ms",
+    )
+    # the search thought that its own plan would take 40 ms; simulated it takes much less
+    plan = replace(example_plan, time_s=0.012, objective_s=0.04, runners_up=(estimated,))
+    (loss,) = plan.explain().losses
+    assert loss.reason == "estimated 50 ms, +25.0 % against the estimate of this plan, 40 ms"
+    assert "25.0 % slower" in render_plan(plan)
+
+
+def test_a_runner_up_of_pipelines_is_named_by_its_pipelines(example_plan):
+    stage = PipelineStage(device="l4", devices=(0,), dp=1, tp=1, layers=(0, 2), first="a")
+    pipeline = PipelinePlan(num_microbatches=4, microbatch_samples=2, stages=(stage,), time_s=2.0)
+    lost = Candidate(
+        mesh=MeshShape(),
+        num_microbatches=4,
+        schedule=ScheduleKind.ONE_F_ONE_B,
+        zero_level=0,
+        recompute="",
+        time_s=3.0,
+        peak_bytes=GIB,
+        reason="4 x 2 samples: 1 l4 > 1 l4; simulated: 3 s against 2 s, 5 against 4 per step",
+    )
+    plan = replace(
+        example_plan, mesh=MeshShape(), stages=(), splits={}, pipelines=(pipeline,), time_s=2.0,
+        runners_up=(lost,),
+    )  # fmt: skip
+    (loss,) = plan.explain().losses
+    assert loss.measure == "simulated"
+    assert str(loss) == ("4 x 2 samples: 1 l4 > 1 l4: simulated 3 s, +50.0 %, 5 against 4 per step")
+
+
+def test_a_limit_that_is_far_away_is_told_as_such(example_plan):
+    texts = [b.text for b in example_plan.explain().binding if b.kind == "memory"]
+    assert "at the peak, far from the limit; most of it" in texts[0]
+    tight = replace(example_plan, memory_limit_bytes=2 * example_plan.peak_bytes)
+    assert "(50.0 %) at the peak; most of it" in tight.explain().binding[0].text
+
+
+def test_a_plan_alone_cannot_plan_again(example_plan):
+    with pytest.raises(
+        ConfigError, match=r"planning again needs the model: .*model.replan\('4:l4'"
+    ):
+        example_plan.replan("4:l4")
