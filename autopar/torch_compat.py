@@ -17,7 +17,6 @@ from autopar.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 SCOPE_KEY = "autopar_scope"
 SOURCE_KEY = "autopar_source"
@@ -515,10 +514,8 @@ def watch_optimizers(observer: Any, fill: Any) -> Any:
     """Call ``observer(optimizer)`` after an optimizer was given a parameter group.
 
     torch has no hook for the birth of an optimizer, and refuses an empty list of parameters: such
-    an optimizer is given what ``fill()`` returns, if that is not None.
-
-    Returns:
-        The function that ends the watch.
+    an optimizer is given what ``fill()`` returns, if that is not None. Gives the function that
+    ends the watch.
     """
     from torch.optim.optimizer import Optimizer
 
@@ -568,18 +565,14 @@ def operator_names() -> frozenset[str]:
     """Names of all operators that are defined by now, ``"aten::add.Tensor"``."""
     import torch
 
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    return frozenset(names)
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def watch_unscaling(observer: Any) -> Any:
     """Call ``observer(optimizer, found)`` after a scaler looked at an optimizer's gradients.
 
     ``found`` is what the scaler will act on: device -> tensor that is not 0 where a gradient was
-    not finite. The observer may change it in place.
-
-    Returns:
-        The function that ends the watch.
+    not finite. The observer may change it in place. Gives the function that ends the watch.
     """
     from torch.amp.grad_scaler import GradScaler
 
@@ -601,11 +594,6 @@ def watch_unscaling(observer: Any) -> Any:
     return lambda: watchers.remove(observer)
 
 
-def forget_groups(device_mesh: DeviceMesh) -> None:
-    """Drop a mesh's references to its process groups, which were destroyed.
-
-    A mesh lives on in torch's caches of operators on distributed tensors, and the threads of a
-    group end with the last reference to it. Before torch 2.11 a mesh held names alone.
-    """
-    registry: dict[str, object] = getattr(device_mesh, "_pg_registry", {})
-    registry.clear()
+def forget_groups(device_mesh: Any) -> None:
+    """Drop a mesh's references to groups that were destroyed: torch's caches keep the mesh."""
+    getattr(device_mesh, "_pg_registry", {}).clear()  # before torch 2.11 it held names alone

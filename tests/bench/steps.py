@@ -37,6 +37,7 @@ from tests.bench.live_bytes import peak_allocated_bytes, storage_bytes
 from tests.bench.models import MODELS, PLANS, words
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+MOST_PROFILES = 4
 WARM_UP = 3
 LEAST_STEPS, MOST_STEPS = 9, 60
 
@@ -46,7 +47,10 @@ def main() -> None:
     out, result = Path(sys.argv[1]), Path(sys.argv[2])
     budget_s, plan_s = float(sys.argv[3]), float(sys.argv[4])
     for build in MODELS.values():
-        _, profile = profile_machine(out, budget_s=budget_s, resume=True, build=build)
+        for _ in range(MOST_PROFILES):  # what the machine takes may leave no time for the model
+            _, profile = profile_machine(out, budget_s=budget_s, resume=True, build=build)
+            if profile.is_complete:
+                break
     if "--profile-only" in sys.argv:
         return
     profile = everywhere(profile)
