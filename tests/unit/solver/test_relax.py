@@ -10,6 +10,7 @@ import pytest
 from autopar.cluster import parse_devices
 from autopar.errors import ConstraintError, InfeasibleError, Relaxation
 from autopar.plan.types import Plan, ScheduleKind
+from autopar.solver import relax, search
 from autopar.solver.question import Asker, Question, grown
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.search import solve
@@ -113,6 +114,33 @@ def test_another_program_is_tried():
     small = residual_network(1, rows=2, width=8, hidden=8)
     asked = replace(question(limit=32 << 10), programs={"take the small one": lambda: small})
     assert any(w.what == "take the small one" for w in refusal(asked).relaxations)
+
+
+def test_ways_out_of_a_long_search_are_looked_for_nearby_and_are_true(monkeypatch):
+    asked = question(devices="2:cpu", limit=40 << 10)
+    everywhere = refusal(asked)
+    monkeypatch.setattr(relax, "DEAR", 0)
+    nearby = refusal(asked)
+    assert nearby.num_tried > 0
+    assert nearby.notes[-1].startswith(f"all other shapes: {nearby.num_tried} were worked out")
+    assert not any("all other shapes" in note for note in everywhere.notes)
+    ways = [way for way in nearby.relaxations if way.what.startswith("give each device")]
+    assert ways
+    for way in ways:
+        assert "no plan was found with" not in way.what  # other shapes were not asked
+        limit = parse_bytes(re.match(r"give each device ([\d.]+ [KM]iB) \(", way.what)[1])  # type: ignore[index]
+        assert way.peak_bytes <= limit
+        assert again(asked, limit_bytes=limit).time_s <= way.time_s * (1 + 1e-9)
+    assert any(way.what.startswith("use 4 devices") for way in nearby.relaxations) or any(
+        note.startswith("use ") and "devices" in note for note in nearby.notes
+    )
+
+
+def test_a_clock_ends_a_search_that_finds_nothing(monkeypatch):
+    monkeypatch.setattr(search, "PATIENCE", 0)
+    error = refusal(replace(question(limit=32 << 10), time_limit_s=30.0))
+    assert "times the time limit of 30 s" in error.message
+    assert "raise the time limit" in error.message
 
 
 @pytest.mark.parametrize(
