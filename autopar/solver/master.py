@@ -84,7 +84,7 @@ class Space(Protocol[S_contra, C, V_co]):
         ...
 
     def open(self, shape: S_contra, best_s: float) -> C | None:
-        """A good plan of a shape, None if none was found that fits.
+        """A good plan of a shape, None if none was found that fits and may beat the best.
 
         Args:
             shape: The shape.
@@ -153,7 +153,7 @@ class Master(Generic[S, C, V]):
     stopped_by: str = ""
     _heap: list[tuple[float, int, int, S]] = field(default_factory=list)
     _opened: list[_Opened[S, C]] = field(default_factory=list)
-    _empty: list[tuple[float, int, S]] = field(default_factory=list)
+    _empty: list[tuple[float, int, S, float]] = field(default_factory=list)
     _num_shapes: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
@@ -177,7 +177,8 @@ class Master(Generic[S, C, V]):
             fitting = [v for v in self.verdicts if v.fits]
             if fitting:
                 return min(fitting, key=lambda v: v.step_s)
-            if not self._heap or self.stopped_by == "work":
+            self._take_back()
+            if not self._heap or self.stopped_by:
                 self._judge(everything=True)
                 fitting = [v for v in self.verdicts if v.fits]
                 return min(fitting, key=lambda v: v.step_s, default=None)
@@ -231,11 +232,19 @@ class Master(Generic[S, C, V]):
             self.num_opened += 1
             found = self.space.open(shape, best_s)
             if found is None:
-                self._empty.append((bound_s, effort, shape))
+                self._empty.append((bound_s, effort, shape, best_s))
                 continue
             self._opened.append(_Opened(shape, bound_s, effort, found))
             num_fresh += 1
             best_s = min(best_s, found.estimate_s)
+
+    def _take_back(self) -> None:
+        """What was left out beside a plan that turned out not to fit is to be opened again."""
+        for bound_s, effort, shape, known_s in self._empty:
+            if isfinite(known_s):
+                self._num_shapes += 1
+                heapq.heappush(self._heap, (bound_s, self._num_shapes, effort, shape))
+        self._empty = [entry for entry in self._empty if not isfinite(entry[3])]
 
     def _must_stop(self) -> bool:
         if self.num_opened >= MAX_OPENED:
@@ -260,10 +269,10 @@ class Master(Generic[S, C, V]):
             if row.effort < last and row.bound_s < best_s:
                 row.bound_s = max(row.bound_s, self.space.bound_s(row.shape, last, best_s))
                 row.effort = last
-        for at, (bound_s, effort, shape) in enumerate(self._empty):
+        for at, (bound_s, effort, shape, known_s) in enumerate(self._empty):
             if effort < last and bound_s < best_s:
                 sharper_s = max(bound_s, self.space.bound_s(shape, last, best_s))
-                self._empty[at] = (sharper_s, last, shape)
+                self._empty[at] = (sharper_s, last, shape, known_s)
 
     def _improve(self) -> None:
         self._sharpen()

@@ -299,7 +299,7 @@ class Ranker:
             parameters = self.parameters(shape.sizes, level, body)
             if choice_terms_s(parameters, chosen.options) is None:
                 # the body has no ZeRO: gradients may not reach the shards that this level stores
-                found = self._cut_own(shape, level, limit)
+                found = self._cut_own(shape, level, limit, exact=math.isinf(best_s))
             else:
                 known_s = min(best_s, best.estimate_s) if best is not None else best_s
                 found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
@@ -387,8 +387,16 @@ class Ranker:
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, least)
-        table = self.tables.table(body.sizes, body.problem, chosen.options, parameters, exact=False)
-        return self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
+        found: Ranked | Misfit | None = None
+        for exact in (False, True):
+            table = self.tables.table(
+                body.sizes, body.problem, chosen.options, parameters, exact=exact
+            )
+            found = self._cut(shape, level, limit_bytes, table, parameters, chosen, best_s=best_s)
+            # while nothing is known to fit, menus that were taken over must not be the reason
+            if table.is_exact or not (isinstance(found, Misfit) and math.isinf(best_s)):
+                break
+        return found
 
     def polish(self, ranked: Ranked) -> Ranked:
         """The same shape and level with the best splits for just this mesh, if they are better."""

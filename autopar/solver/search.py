@@ -42,6 +42,7 @@ Progress = Callable[[str], None]
 
 TIGHTEN_TRIES = 3
 PATIENCE = 10  # times the time limit, while nothing that fits was found
+LEAST_TRIED = 4  # shapes that are worked out whatever the clock says, until one fits
 NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
@@ -228,6 +229,8 @@ class _Search:
         """Whether the wall-clock guard has run out; it waits longer for a first plan."""
         if self.time_limit_s is None:
             return False
+        if not self.ranked and self.stats.num_ranked < LEAST_TRIED:
+            return False
         patience = 1 if self.ranked else PATIENCE
         return monotonic() - self._begin_s > patience * self.time_limit_s
 
@@ -353,8 +356,9 @@ class _Search:
         limit = format_bytes(self.limit_bytes)
         text = f"no plan fits {self.cluster} with {limit} per device"
         if self.stats.stopped_by == "time":
+            times = "" if self.ranked else f"{PATIENCE} times "
             text = (
-                f"no plan for {self.cluster} with {limit} per device was found in {PATIENCE} times "
+                f"no plan for {self.cluster} with {limit} per device was found in {times}"
                 f"the time limit of {self.time_limit_s:g} s: {self.stats.num_ranked} shapes were "
                 "worked out and none fits; raise the time limit"
             )

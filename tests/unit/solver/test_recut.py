@@ -166,3 +166,33 @@ def test_bounds_of_what_was_opened_first_are_sharpened_afterwards():
     # the last effort is for shapes that a known plan may exclude
     assert all(enough_s == 1.0 for _, effort, enough_s in space.asked if effort == 2)
     assert all(enough_s <= 1.06 * 0.3 for _, effort, enough_s in space.asked if effort == 1)
+
+
+class JealousSpace(NumberedSpace):
+    """Nothing is worked out beside a plan that is faster; the fastest do not fit after all."""
+
+    def open(self, shape: int, best_s: float) -> Guess | None:
+        self.opened.append(shape)
+        _, estimate_s, step_s = self.table[shape]
+        fits = shape >= 4
+        return None if best_s < estimate_s else Guess(shape, estimate_s, step_s, fits)
+
+
+def test_what_was_left_out_beside_a_plan_that_does_not_fit_is_opened_again():
+    table = {n: ((1.0, 1.0, 1.0), 1.0 + n, 1.0 + n) for n in range(6)}
+    master: Master[int, Guess, Guess] = Master(JealousSpace(table))
+    winner = master.run(range(6))
+    assert winner is not None
+    assert winner.number == 4
+    assert master.bound_s == 1.0
+
+
+def test_a_clock_that_runs_out_ends_a_search_in_which_nothing_fits():
+    class Late(JealousSpace):
+        def is_late(self) -> bool:
+            return len(self.opened) > 1
+
+    table = {n: ((1.0, 1.0, 1.0), 1.0 + n, 1.0 + n) for n in range(6)}
+    master: Master[int, Guess, Guess] = Master(Late(table))
+    assert master.run(range(6)) is None
+    assert master.stopped_by == "time"
