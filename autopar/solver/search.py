@@ -190,7 +190,7 @@ class _Search:
             )
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
-        self.stats.num_stage_solves = ranker.num_stage_solves
+        self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
         self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=verdicts,
@@ -242,6 +242,18 @@ class _Search:
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
+
+    def outlook_s(self, shape: Shape, best_s: float) -> float:
+        """Seconds of the plan that is likely to be found for a shape."""
+        try:
+            found = self._ranker.outlook_s(shape, best_s)
+        except (ShardingError, ConstraintError, InfeasibleError) as error:
+            self.errors.append(f"{shape}: {error}")
+            return inf
+        if found > best_s:
+            word = "does not seem to fit" if found == inf else f"likely {format_time(found)}"
+            self.progress(f"{shape}: {word}")
+        return found
 
     def open(self, shape: Shape, best_s: float) -> Ranked | None:
         """A good choice for a shape; None if it does not fit."""
