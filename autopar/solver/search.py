@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shortfall
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
-from autopar.sharding.build import localize
+from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
@@ -144,6 +144,7 @@ class _Search:
     _analysis: Analysis = field(init=False)
     _ranker: Ranker = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
@@ -333,7 +334,7 @@ class _Search:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures)
+        programs = localize(analysis.graph, decisions, analysis.signatures, self._bodies)
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
