@@ -25,6 +25,7 @@ from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
+from autopar.solver.chain_sums import Chain
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
@@ -76,7 +77,7 @@ class Ranker:
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
+    _least: dict[object, Chain] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -204,9 +205,8 @@ class Ranker:
         key = self._parameters_key(sizes, level, body)
         if key not in self._costs:
             problem = replace(self.parameters(sizes, level, body), num_reduces=1)
-            home = self.tables.home(body.structure)
-            costs = parameter_costs(self.analysis, body.structure, problem, None, home)
-            self._costs[key] = costs
+            owners = self.tables.owners(body.structure)
+            self._costs[key] = parameter_costs(problem, None, owners)
         return self._costs[key]
 
     def outlook_s(self, shape: Shape, best_s: float) -> float:
@@ -399,8 +399,8 @@ class Ranker:
         Menus are made only where least work and the splits' own parameters leave hope.
         """
         if not math.isinf(best_s):
-            home = self.tables.home(body.structure)
-            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            owners = self.tables.owners(body.structure)
+            costs = parameter_costs(parameters, chosen.options, owners)
             menus = with_costs(body.least, costs, 1)
             least = self.problems.problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)

@@ -27,6 +27,7 @@ from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.given import with_degrees
+from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.ranked import Misfit, Ranked
@@ -85,6 +86,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
     time_limit_s: float | None = None,
     analysis: Analysis | None = None,
     gives_remedy: bool = True,
+    hints: Sequence[Constraints] = (),
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -100,12 +102,23 @@ def solve(  # noqa: PLR0913  the whole question in one call
         time_limit_s: Wall-clock guard; a search that it stops says so.
         analysis: Of the same graph, cluster, prices, constraints and optimizer, made before.
         gives_remedy: Whether a refusal looks for the memory that would be enough.
+        hints: Plans that people would set up, beyond the declared space too
+            (:mod:`autopar.solver.hints`).
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
         InfeasibleError: Nothing fits; the shortfalls name the limit, both numbers and the remedy.
     """
-    return _Search(
+
+    def ask(wish: Constraints) -> Plan:
+        known = analysis or Analysis(graph, cluster, cost_model, constraints, optimizer)
+        return solve(
+            graph, model_hash, cluster, constraints=wish, optimizer=optimizer,
+            memory_limit_bytes=memory_limit_bytes, cost_model=cost_model, progress=progress,
+            time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
+        )[0]  # fmt: skip
+
+    plan, stats = _Search(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -118,6 +131,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     ).run()
+    return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
 def _silent(_: str) -> None:
