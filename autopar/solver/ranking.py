@@ -76,6 +76,7 @@ class Ranker:
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
+    _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
@@ -217,15 +218,17 @@ class Ranker:
 
         Args:
             shape: The shape.
-            best_s: Seconds of a plan that is known.
+            best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
         """
+        found = self._outlooks[shape] = dict[int, float]()
         body = self.bodies.body(shape.sizes)
         self.bodies.solved(body)
         least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
         more = max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
-        found: dict[int, float] = {}
         for level in self._levels(shape):
             problem = self._relaxed(shape, level, body)
+            if not self._pipeline(shape, problem, body.floor).may_beat(NEAR * best_s):
+                continue
             stages = self.problems.first_stages(problem)
             if stages is None:
                 continue
@@ -240,6 +243,15 @@ class Ranker:
             if all(option == 0 for _, option in menus):
                 break  # memory does not bind: leaner levels only cost time
         return min(found.values(), default=math.inf)
+
+    def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
+        """ZeRO levels that are worth working out beside a plan that is known."""
+        levels = self._levels(shape)
+        outlooks = self._outlooks.get(shape)
+        if outlooks is None or math.isinf(best_s):
+            return levels
+        near_s = NEAR * max(best_s, min(outlooks.values(), default=math.inf))
+        return tuple(level for level in levels if outlooks.get(level, math.inf) <= near_s)
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
@@ -313,7 +325,7 @@ class Ranker:
         found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
-        for level in self._levels(shape):
+        for level in self._hopeful(shape, best_s):
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
