@@ -191,9 +191,7 @@ def _solve(
     entries = sorted((places[i], at, 1.0) for at, (i, _) in enumerate(columns))
     for number, row in enumerate(rows, len(blocks)):
         entries += [
-            (number, at, row[column] / room)
-            for at, column in enumerate(columns)
-            if row.get(column)
+            (number, at, row[column] / room) for at, column in enumerate(columns) if row.get(column)
         ]
     matrix = message.linear_constraint_matrix
     matrix.row_ids.extend([row for row, _, _ in entries])
