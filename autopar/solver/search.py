@@ -26,6 +26,7 @@ from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
@@ -118,7 +119,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    plan, stats = _Search(
+    search = _Search(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -130,7 +131,9 @@ def solve(  # noqa: PLR0913  the whole question in one call
         time_limit_s=time_limit_s,
         analysis=analysis,
         gives_remedy=gives_remedy,
-    ).run()
+    )
+    with no_collections():
+        plan, stats = search.run()
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
