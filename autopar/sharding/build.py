@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.errors import ShardingError
 from autopar.ir.graph import (
@@ -93,15 +92,20 @@ class _Builder:
     map: StageMap
     demands: tuple[StageDemand, ...]
     bodies: list[StageBody]
+    values: dict[tuple[OutputKind, str], str] = field(default_factory=dict)
+    own: dict[int, list[ParamSpec]] = field(default_factory=dict)  # parameters, by stage
 
     def build(self, signatures: Signatures) -> LocalPrograms:
+        self.values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         varying = self._has_varying()
         halves = [self._halves(body) for body in self.bodies]
         params = self._params(halves)
+        for spec in params.values():
+            for stage in spec.stages:
+                self.own.setdefault(stage, []).append(spec)
         forward_edges, backward_edges = self._edges()
         stages = tuple(
-            self._programs(body, half, params)
-            for body, half in zip(self.bodies, halves, strict=True)
+            self._programs(body, half) for body, half in zip(self.bodies, halves, strict=True)
         )
         return LocalPrograms(
             axis_sizes=self.decisions.axis_sizes,
@@ -118,7 +122,7 @@ class _Builder:
             forward_edges=forward_edges,
             backward_edges=backward_edges,
             edge_metas=self._edge_metas(),
-            grads=self._grads(params),
+            grads=self._grads(),
             saved={body.index: half.saved for body, half in zip(self.bodies, halves, strict=True)},
             unruled=tuple(
                 f"{n.op} at {n.source or n.name}"
@@ -163,13 +167,12 @@ class _Builder:
 
     def _results(self, varying: bool) -> tuple[ResultSpec, ...]:
         specs = []
-        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         for body in self.bodies:
             for kind, target, _, layout in body.results:
                 full = self._full(layout)
                 if kind is OutputKind.MUTATION and varying:
                     full = (Varying(), *full[1:])
-                meta = self.layouts.metas[values[kind, target]]
+                meta = self.layouts.metas[self.values[kind, target]]
                 specs.append(
                     ResultSpec(
                         kind=kind, target=target, stage=body.index, spec=TensorSpec(meta, full)
@@ -177,10 +180,10 @@ class _Builder:
                 )
         return tuple(specs)
 
-    def _grads(self, params: Mapping[str, ParamSpec]) -> dict[tuple[int, str], TensorSpec]:
+    def _grads(self) -> dict[tuple[int, str], TensorSpec]:
         found = {}
         for body in self.bodies:
-            for spec in params.values():
+            for spec in self.own.get(body.index, ()):
                 targets = [p.target for p in spec.parts] or [spec.name]
                 for target in targets:
                     if target in body.grads:
@@ -240,7 +243,7 @@ class _Builder:
         entries = parameter_inputs(self.graph)
         used: dict[str, set[int]] = {name: set() for name in entries}
         by_target = {i.target: i.param for i in self.graph.of_kind(InputKind.PARAM)}
-        inputs = self.graph.input_map()
+        inputs = self.layouts.inputs
         for body, half in zip(self.bodies, halves, strict=True):
             read = {r for n in (*half.forward, *half.backward) for r in n.refs()}
             read |= {ref.name for _, _, ref, _ in body.results} | set(half.saved)
@@ -257,9 +260,7 @@ class _Builder:
             specs[name] = param_spec(name, parts, stages, level, self.layouts, self.decisions)
         return specs
 
-    def _programs(
-        self, body: StageBody, half: Halves, params: Mapping[str, ParamSpec]
-    ) -> StagePrograms:
+    def _programs(self, body: StageBody, half: Halves) -> StagePrograms:
         describe = self._describe(body)
         forward_outputs = self._forward_outputs(body, half)
         backward_outputs = self._backward_outputs(body)
@@ -269,16 +270,16 @@ class _Builder:
         in_backward.update({n: (InputKind.SAVED, n, metas[n]) for n in saved})
         return StagePrograms(
             index=body.index,
-            unshard=self._unshard(body, params),
+            unshard=self._unshard(body),
             prologue=self._prologue(body),
             forward=assemble(half.forward, forward_outputs, describe),
             backward=assemble(half.backward, backward_outputs, in_backward),
-            reduce=self._reduce(body, params),
+            reduce=self._reduce(body),
             finish=self._finish(body),
         )
 
     def _describe(self, body: StageBody) -> dict[str, tuple[InputKind, str, Meta]]:
-        inputs, metas = self.graph.input_map(), body.emitter.metas
+        inputs, metas = self.layouts.inputs, body.emitter.metas
         table: dict[str, tuple[InputKind, str, Meta]] = {}
         for name in body.read_inputs:
             table[name] = (inputs[name].kind, inputs[name].target, metas[name])
@@ -310,7 +311,7 @@ class _Builder:
         return tuple(outputs)
 
     def _prologue(self, body: StageBody) -> Graph:
-        inputs, metas = self.graph.input_map(), body.prologue.metas
+        inputs, metas = self.layouts.inputs, body.prologue.metas
         describe: dict[str, tuple[InputKind, str, Meta]] = {
             n: (inputs[n].kind, inputs[n].target, metas[n]) for n in body.prologue_inputs
         }
@@ -322,26 +323,24 @@ class _Builder:
     def _mover(self) -> Mover:
         return Mover(self.decisions)
 
-    def _unshard(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+    def _unshard(self, body: StageBody) -> Graph:
         mover = self._mover()
-        for spec in params.values():
-            if body.index in spec.stages:
-                mover.unshard(spec)
+        for spec in self.own.get(body.index, ()):
+            mover.unshard(spec)
         return mover.program(OutputKind.PARAM)
 
-    def _reduce(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+    def _reduce(self, body: StageBody) -> Graph:
         mover = self._mover()
         grads = {t: self._full(layout) for t, (_, layout) in body.grads.items()}
-        for spec in params.values():
+        for spec in self.own.get(body.index, ()):
             mover.reduce(spec, grads)
         return mover.program(OutputKind.GRAD)
 
     def _finish(self, body: StageBody) -> Graph:
         mover = self._mover()
-        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         for kind, target, _, layout in body.results:
             if kind is OutputKind.LOSS:
-                meta = self.layouts.metas[values[kind, target]]
+                meta = self.layouts.metas[self.values[kind, target]]
                 wide = TensorMeta(meta.shape, sum_dtype(meta.dtype))
                 ref = mover.bind(InputKind.GRAD, target, wide, self._full(layout))
                 whole = mover.move(ref, meta, self._full(layout), (R, R, R))

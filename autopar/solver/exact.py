@@ -16,7 +16,7 @@ from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
-from autopar.sharding.programs import LocalPrograms, StagePrograms
+from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
@@ -118,8 +118,13 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
     finish_s = 0.0
+    own: dict[int, list[ParamSpec]] = {}
+    for spec in programs.params.values():
+        for index in spec.stages:
+            own.setdefault(index, []).append(spec)
     for stage in programs.stages:
-        figures, stage_seconds, last_s = _stage(programs, stage, setting, groups, flights)
+        params = own.get(stage.index, [])
+        figures, stage_seconds, last_s = _stage(programs, stage, params, setting, groups, flights)
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
         stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
         seconds.append(stage_seconds)
@@ -276,6 +281,7 @@ def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
 def _stage(
     programs: LocalPrograms,
     stage: StagePrograms,
+    own: Sequence[ParamSpec],
     setting: Setting,
     groups: Mapping[str, Sequence[int]],
     flights: Sequence[int],
@@ -302,9 +308,8 @@ def _stage(
     unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
     finish = price(stage.finish, "once per step", 1)
-    own = [p for p in programs.params.values() if stage.index in p.stages]
-    update_s = _update_seconds(programs, stage.index, setting)
-    tied_s = _tied_seconds(programs, stage.index, setting)
+    update_s = _update_seconds(programs, stage.index, own, setting)
+    tied_s = _tied_seconds(programs, own, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,
         ActionKind.UNSHARD: unshard.total_s,
@@ -353,9 +358,11 @@ def _stage(
     return figures, seconds, finish.total_s
 
 
-def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+def _update_seconds(
+    programs: LocalPrograms, stage: int, own: Sequence[ParamSpec], setting: Setting
+) -> float:
     """Seconds of the optimizer's step over the parameters that a stage owns."""
-    owned = [p for p in programs.params.values() if p.owner == stage]
+    owned = [p for p in own if p.owner == stage]
     trained = [p for p in owned if p.requires_grad]
     updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
     update_s: float | None = None
@@ -375,15 +382,15 @@ def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
     return setting.model.accumulate_time_s(len(amounts), sum(amounts)) if amounts else 0.0
 
 
-def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+def _tied_seconds(programs: LocalPrograms, own: Sequence[ParamSpec], setting: Setting) -> float:
     """Seconds of fetching (or returning) every tied weight of a stage."""
     if setting.mesh.pp == 1:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
     return sum(
         setting.model.collective_time_s("p2p", local_bytes(p.meta, p.storage, programs), ends)
-        for p in programs.params.values()
-        if len(p.stages) > 1 and stage in p.stages
+        for p in own
+        if len(p.stages) > 1
     )
 
 

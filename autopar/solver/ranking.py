@@ -59,6 +59,7 @@ Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 EFFORTS = 6
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
+LONG_CHAIN = 1_000  # blocks
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -440,7 +441,8 @@ class Ranker:
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
-        By CP-SAT, or by moving blocks where ranks have several stages each.
+        By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
+        greedy cuts of hundreds of equal blocks leave little, and the program grows with them.
 
         Args:
             ranked: From :meth:`rank`.
@@ -448,7 +450,8 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        if problem.virtual > 1:
+        is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
+        if problem.virtual > 1 or is_long:
             stages = Recut(problem).improved(ranked.stages.starts)
         else:
             stages = solve_stages(problem)
