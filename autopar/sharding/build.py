@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
 from autopar.ir.graph import (
@@ -15,6 +16,7 @@ from autopar.ir.graph import (
     TensorMeta,
 )
 from autopar.ir.precision_rules import sum_dtype
+from autopar.sharding.alike import Likeness, Words, likeness
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
 from autopar.sharding.parameters import Mover, param_spec, parameter_inputs
@@ -36,13 +38,17 @@ from autopar.sharding.stages import StageDemand, StageMap, assign_stages, stage_
 EMPTY = Graph((), (), ())
 
 
-def localize(graph: Graph, decisions: Decisions, signatures: Signatures) -> LocalPrograms:
+def localize(
+    graph: Graph, decisions: Decisions, signatures: Signatures, *, words: Words | None = None
+) -> LocalPrograms:
     """The programs of every stage.
 
     Args:
         graph: The joint graph, global shapes.
         decisions: What the plan says.
         signatures: Named dims of every operator (:func:`signatures_of`).
+        words: For programs that are priced, not run: stages that are alike then share those of
+            the first of them, under its names (:mod:`autopar.sharding.alike`).
 
     Raises:
         ShardingError: The decisions don't fit the graph.
@@ -50,11 +56,20 @@ def localize(graph: Graph, decisions: Decisions, signatures: Signatures) -> Loca
     stage_map = assign_stages(graph, decisions.firsts)
     demands = stage_demands(graph, stage_map, decisions.gather_outputs)
     layouts = Layouts.of(graph, decisions)
-    bodies = [
-        StageLocalizer(stage, layouts, signatures, stage_map).run(demands[stage])
-        for stage in range(stage_map.num_stages)
-    ]
-    return _Builder(graph, decisions, layouts, stage_map, demands, bodies).build(signatures)
+    count = stage_map.num_stages
+    alike = Likeness(tuple(range(count)), ({},) * count, ({},) * count)
+    if words is not None:
+        alike = likeness(layouts.inputs, decisions, stage_map, demands, words)
+    bodies: list[StageBody] = []
+    for stage in range(count):
+        at = alike.of[stage]
+        if at == stage:
+            localizer = StageLocalizer(stage, layouts, signatures, stage_map)
+            bodies.append(localizer.run(demands[stage]))
+        else:
+            bodies.append(alike.body(stage, bodies[at], demands[stage], stage_map))
+    made = _Builder(graph, decisions, layouts, stage_map, demands, bodies, alike)
+    return made.build(signatures)
 
 
 def signatures_of(
@@ -92,24 +107,30 @@ class _Builder:
     map: StageMap
     demands: tuple[StageDemand, ...]
     bodies: list[StageBody]
+    alike: Likeness
     values: dict[tuple[OutputKind, str], str] = field(default_factory=dict)
     own: dict[int, list[ParamSpec]] = field(default_factory=dict)  # parameters, by stage
 
     def build(self, signatures: Signatures) -> LocalPrograms:
         self.values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         varying = self._has_varying()
-        halves = [self._halves(body) for body in self.bodies]
+        halves: list[Halves] = []
+        for body, at in zip(self.bodies, self.alike.of, strict=True):
+            halves.append(self._halves(body) if at == body.index else halves[at])
         params = self._params(halves)
         for spec in params.values():
             for stage in spec.stages:
                 self.own.setdefault(stage, []).append(spec)
         forward_edges, backward_edges = self._edges()
-        stages = tuple(
-            self._programs(body, half) for body, half in zip(self.bodies, halves, strict=True)
-        )
+        stages: list[StagePrograms] = []
+        for body, half, at in zip(self.bodies, halves, self.alike.of, strict=True):
+            is_own = at == body.index
+            stages.append(
+                self._programs(body, half) if is_own else replace(stages[at], index=body.index)
+            )
         return LocalPrograms(
             axis_sizes=self.decisions.axis_sizes,
-            stages=stages,
+            stages=tuple(stages),
             params=params,
             buffers={
                 i.target: i.meta for i in self.graph.of_kind(InputKind.BUFFER) if i.meta is not None
@@ -153,7 +174,7 @@ class _Builder:
         }
 
     def _stages_of(
-        self, stages: tuple[StagePrograms, ...], kind: InputKind, output: OutputKind | None
+        self, stages: Sequence[StagePrograms], kind: InputKind, output: OutputKind | None
     ) -> dict[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {i.target: set() for i in self.graph.of_kind(kind)}
         for stage in stages:
@@ -249,9 +270,10 @@ class _Builder:
             read |= {ref.name for _, _, ref, _ in body.results} | set(half.saved)
             for target in body.grads:
                 used[by_target[target]].add(body.index)
-            for name in body.read_inputs:
+            own = self.alike.names[body.index]
+            for name in self.bodies[self.alike.of[body.index]].read_inputs:
                 if name in read and inputs[name].kind is InputKind.PARAM:
-                    used[inputs[name].param].add(body.index)
+                    used[inputs[own.get(name, name)].param].add(body.index)
         levels = self.decisions.zero_levels
         specs = {}
         for name, parts in entries.items():

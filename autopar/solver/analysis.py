@@ -14,11 +14,18 @@ from autopar.cluster import Cluster
 from autopar.errors import ConstraintError
 from autopar.ir.graph import Graph, Node, OutputKind, Ref, TensorMeta
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.sharding.alike import word_of
 from autopar.sharding.build import signatures_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.propagate import DataAxes, DataSplits
 from autopar.sharding.signature import OpSignature
-from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_keys
+from autopar.solver.blocks import (
+    BlockChain,
+    find_blocks,
+    module_start,
+    value_keys,
+    without_instance,
+)
 from autopar.solver.constraints import Constraints, parameter_experts, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
@@ -59,6 +66,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
+        words: Operator -> a number, equal for operators that are priced alike.
         shared: What searches have worked out and others may use, by name.
     """
 
@@ -78,6 +86,7 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
+    words: dict[str, int] = field(init=False)
     shared: dict[str, object] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
@@ -94,6 +103,13 @@ class Analysis:
         metas = self.graph.metas().items()
         self.metas = {name: meta for name, meta in metas if isinstance(meta, TensorMeta)}
         self.value_keys = value_keys(self.graph)
+        numbers: dict[object, int] = {}
+        self.words = {
+            node.name: numbers.setdefault(
+                word_of(node, without_instance(node.op, node.args)), len(numbers)
+            )
+            for node in self.graph.nodes
+        }
         self.signatures = signatures_of(
             self.graph, expert_capacity_percent=self.constraints.expert_capacity_percent
         )

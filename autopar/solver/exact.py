@@ -122,9 +122,23 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     for spec in programs.params.values():
         for index in spec.stages:
             own.setdefault(index, []).append(spec)
+    yields = {r.stage for r in programs.results if r.kind is OutputKind.OUTPUT}
+    known: dict[object, tuple[StageFigures, StageSeconds, float]] = {}
     for stage in programs.stages:
-        params = own.get(stage.index, [])
-        figures, stage_seconds, last_s = _stage(programs, stage, params, setting, groups, flights)
+        index = stage.index
+        # stages that are alike share their programs
+        key = (
+            id(stage.forward), id(stage.backward), setting.zero_levels[index],
+            index in yields, bool(yields) and index < mesh.pp,
+        )  # fmt: skip
+        if key not in known:
+            known[key] = _stage(programs, stage, own.get(index, []), setting, groups, flights)
+        figures, stage_seconds, last_s = known[key]
+        figures = replace(
+            figures,
+            memory=figures.held.at_most(flights[index]),
+            num_in_flight=flights[index],
+        )
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
         stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
         seconds.append(stage_seconds)

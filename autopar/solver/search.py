@@ -335,7 +335,7 @@ class _Search:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures)
+        programs = localize(analysis.graph, decisions, analysis.signatures, words=analysis.words)
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
