@@ -23,7 +23,7 @@ from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
 from cost_models.local import is_cpu
-from cost_models.memory_timeline import MemoryPoint, StageMemory, memory_timelines, order_timeline
+from cost_models.memory_timeline import StageMemory, memory_timelines, order_peak
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -250,9 +250,7 @@ def _rank_bytes(
     if mesh.virtual == 1 and not setting.schedule.splits_backward:
         return tuple(stage.memory.total_bytes for stage in stages)
     return tuple(
-        order_timeline(
-            rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)}
-        ).peak_bytes
+        order_peak(rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)}).total_bytes
         for rank in range(mesh.pp)
     )
 
@@ -265,7 +263,7 @@ def _with_own_peak(
     How much a micro-batch holds then depends on which half of its backward has run.
     """
     actions = lists[mesh.pipeline_rank(index)]
-    peak: MemoryPoint = order_timeline(0, actions, {index: figures.held}).peak
+    peak = order_peak(0, actions, {index: figures.held})
     return replace(figures, memory=peak.parts)
 
 
