@@ -32,7 +32,6 @@ from autopar.solver.greedy_stages import first_choice
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
-from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import (
     alive_of,
@@ -54,6 +53,7 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
+from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
@@ -103,10 +103,9 @@ class Ranker:
             f"bodies and menus, {self.analysis.constraints.recompute}",
         )
         if key not in shared:
-            localizer = BlockLocalizer(self.analysis)
-            bodies = Bodies(self.analysis, localizer.spares)
-            shared[key] = (bodies, BlockTables(self.analysis, localizer))
-        self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
+            shared[key] = Work.of(self.analysis)
+        work = cast("Work", shared[key])
+        self.bodies, self.tables = work.bodies, work.tables
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:

@@ -118,7 +118,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    plan, stats = _Search(
+    plan, stats = MeshSearch(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -139,7 +139,9 @@ def _silent(_: str) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class MeshSearch:
+    """One search; arguments as of :func:`solve`."""
+
     graph: Graph
     model_hash: str
     cluster: Cluster
@@ -147,8 +149,8 @@ class _Search:
     optimizer: str
     limit_bytes: int
     model: CostModel
-    progress: Progress
-    time_limit_s: float | None
+    progress: Progress = _silent
+    time_limit_s: float | None = None
     analysis: Analysis | None = None
     gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
@@ -161,12 +163,25 @@ class _Search:
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
-    def run(self) -> tuple[Plan, SearchStats]:
+    def prepare(self) -> Analysis:
+        """Check what is asked, and get ready to answer.
+
+        Raises:
+            ConstraintError: The constraints contradict the model, the cluster or each other.
+        """
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
         analysis = self.analysis or Analysis(
             self.graph, self.cluster, self.model, self.constraints, self.optimizer
         )
         self._analysis = analysis
+        self._ranker = Ranker(analysis, self.limit_bytes)
+        self._leanest = {}
+        return analysis
+
+    def run(self) -> tuple[Plan, SearchStats]:
+        """The best plan and how the search went."""
+        analysis = self.prepare()
+        ranker = self._ranker
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
         self._phase("analysis")
@@ -174,8 +189,6 @@ class _Search:
             f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds, "
             f"{len(space)} shapes"
         )
-        self._ranker = ranker = Ranker(analysis, self.limit_bytes)
-        self._leanest = {}
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
         by_hand = set(grid(space, analysis.batch_size))
@@ -282,6 +295,11 @@ class _Search:
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+
+    def recut(self, candidate: Ranked) -> Ranked:
+        """The same splits with better cuts, if some are found."""
+        found = self._ranker.refine(candidate, self.limit_bytes)
+        return min((r for r in (candidate, found) if isinstance(r, Ranked)), key=_preference)
 
     @property
     def efforts(self) -> int:
