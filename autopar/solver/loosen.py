@@ -27,6 +27,7 @@ def loosened(
     evaluate: Callable[[Ranked], Outcome],
     ranker: Ranker,
     limit_bytes: int,
+    tries: int = TRIES,
 ) -> Outcome:
     """The same shape with as little made again as the exact bytes allow.
 
@@ -35,6 +36,7 @@ def loosened(
         evaluate: Exact figures of a choice.
         ranker: Cuts stages.
         limit_bytes: Memory of a device.
+        tries: Choices that are evaluated, at most.
     """
     best = outcome
     if set(best.ranked.recompute_words) == {"none"} or all(
@@ -49,7 +51,7 @@ def loosened(
     )
     step = int(limit_bytes * STEP)
     fits, exceeds, wide = 0, 0, limit_bytes
-    for _ in range(TRIES):
+    for _ in range(tries):
         found = _reopened(fine, ranker, wide)
         if found is None:
             return best

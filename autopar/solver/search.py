@@ -28,7 +28,7 @@ from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
-from autopar.solver.loosen import loosened
+from autopar.solver.loosen import TRIES, loosened
 from autopar.solver.master import Master
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EFFORTS, Ranker
@@ -206,15 +206,7 @@ class MeshSearch:
             raise self._infeasible(master.verdicts)
         verdicts = list(master.verdicts)
         if not self.is_late():
-            first, winner = (
-                winner,
-                loosened(
-                    winner,
-                    evaluate=lambda ranked: self._evaluate(analysis, ranker, ranked),
-                    ranker=ranker,
-                    limit_bytes=self.limit_bytes,
-                ),
-            )
+            first, winner = winner, self.loosened(winner)
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
         self.stats.num_stage_solves = ranker.num_stage_solves
@@ -295,6 +287,16 @@ class MeshSearch:
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
         return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+
+    def loosened(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
+        """The same with as little made again as the exact bytes allow."""
+        return loosened(
+            outcome,
+            evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
+            ranker=self._ranker,
+            limit_bytes=self.limit_bytes,
+            tries=tries,
+        )
 
     def recut(self, candidate: Ranked) -> Ranked:
         """The same splits with better cuts, if some are found."""
