@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.plan.answers import Sections, sections_text
 from autopar.plan.explain import fullest_rank, plan_name, rank_words
+from autopar.plan.level_words import level_words
 from autopar.plan.time_terms import TERM_WORDS, plan_terms, term_changes
 from autopar.plan.types import Plan, StagePlan
 from autopar.units import format_bytes, format_time
@@ -176,9 +177,8 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
     rows: list[tuple[str, object, object]] = [
         ("number of stages", len(before.stages), len(after.stages))
     ]
-    levels = [sorted({s.zero_level for s in plan.stages}) for plan in (before, after)]
-    old_levels, new_levels = (", ".join(map(str, level)) for level in levels)
-    rows.append(("ZeRO level", old_levels, new_levels))
+    levels = [level_words([s.zero_level for s in plan.stages]) for plan in (before, after)]
+    rows.append(("ZeRO level", levels[0], levels[1]))
     if len(before.stages) != len(after.stages):
         counts = [sum(len(s.recompute) for s in plan.stages) for plan in (before, after)]
         rows.append(("operators recomputed", f"{counts[0]:,}", f"{counts[1]:,}"))

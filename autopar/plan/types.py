@@ -257,8 +257,10 @@ class Candidate:
     """A plan that was considered: what it was and why it lost (empty for the winner).
 
     Attributes:
+        zero_level: The highest of any stage.
         terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
         warmup: As in :class:`Plan`.
+        zero_levels: By stage, where they differ; else empty.
     """
 
     mesh: MeshShape
@@ -271,6 +273,7 @@ class Candidate:
     reason: str
     terms: TimeTerms | None = None
     warmup: tuple[int, ...] | None = None
+    zero_levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

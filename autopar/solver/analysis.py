@@ -196,6 +196,25 @@ class Analysis:
         return any(o.kind is OutputKind.GRAD for o in self.graph.outputs)
 
     @property
+    def stage_levels(self) -> tuple[int, ...]:
+        """ZeRO level of every stage if the user gave one for each."""
+        wish = self.constraints.zero
+        return wish if isinstance(wish, tuple) else ()
+
+    def zero_levels(self, dp: int) -> tuple[int, ...]:
+        """ZeRO levels that stages may have, fastest first.
+
+        Args:
+            dp: Data ranks.
+        """
+        wish = self.constraints.zero
+        if wish is not None:
+            return (wish,) if isinstance(wish, int) else tuple(dict.fromkeys(wish))
+        if not self.trains:  # there is only the parameters' own memory to spread
+            return (0, 3) if dp > 1 else (0,)
+        return (1, 0, 2, 3) if dp > 1 else (0,)
+
+    @property
     def has_loss(self) -> bool:
         """Whether the backward starts inside the step, at the program's own loss."""
         return any(o.kind is OutputKind.LOSS for o in self.graph.outputs)

@@ -127,6 +127,7 @@ class BlockTables:
                     step_s=cost.step_s,
                     gather_s=cost.gather_s,
                     reduce_s=cost.reduce_s,
+                    num_reduces=(parameters or problem).num_reduces,
                 )
             )
         return BlockTable(

@@ -25,14 +25,14 @@ Source: ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
 from autopar.plan.types import ScheduleKind, StagePlacement
 from autopar.solver.greedy_stages import exchange_steps
-from autopar.solver.stages_problem import StageProblem
+from autopar.solver.stages_problem import BlockMenu, StageProblem
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
@@ -59,6 +59,26 @@ NO_FLOOR = Floor()
 Number = TypeVar("Number", int, float)
 
 
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Sums of the first 0, 1, 2, ... blocks in one form of their states."""
+
+    state: Sequence[int]
+    gather: Sequence[float]
+    reduce: Sequence[float]
+    update: Sequence[float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[BlockMenu]]) -> _States:
+        """The least that each part can be where a block has one of several menus."""
+        state = [min(b.state_bytes for b in row) for row in rows]
+        gather, reduce, update = (
+            [min(getattr(b, name) for b in row) for row in rows]
+            for name in ("gather_s", "reduce_s", "update_s")
+        )
+        return cls(_prefix(state), _prefix(gather), _prefix(reduce), _prefix(update))
+
+
 @dataclass(slots=True)
 class PipelineBound:
     """Lower bounds of one chain on one pipeline.
@@ -80,10 +100,8 @@ class PipelineBound:
     _least: list[float] = field(init=False)
     _forward: list[float] = field(init=False)
     _time: list[float] = field(init=False)
-    _state: list[int] = field(init=False)
-    _gather: list[float] = field(init=False)
-    _reduce: list[float] = field(init=False)
-    _update: list[float] = field(init=False)
+    _least_states: _States = field(init=False)
+    _forms: list[_States] = field(init=False)
     _saved: list[int] = field(init=False)
     _unit: list[list[int]] = field(default_factory=list)
     _unit_ends: tuple[int, int] = (0, 0)
@@ -111,10 +129,10 @@ class PipelineBound:
         self._least = least
         self._forward = _prefix([ahead[k] for k in self._kind])
         self._time = _prefix([least[k] for k in self._kind])
-        self._state = _prefix([b.state_bytes for b in blocks])
-        self._gather = _prefix([b.gather_s for b in blocks])
-        self._reduce = _prefix([b.reduce_s for b in blocks])
-        self._update = _prefix([b.update_s for b in blocks])
+        self._forms = [_States.of([(b,) for b in menu]) for menu in self.problem.menus]
+        self._least_states = self._forms[0]
+        if len(self._forms) > 1:
+            self._least_states = _States.of(list(zip(*self.problem.menus, strict=True)))
         self._counts = [_prefix([int(k == at) for k in self._kind]) for at in range(len(kinds))]
         self._set_unit([least[k] for k in self._kind])
         is_one_way = self.splits_backward or self.problem.schedule is ScheduleKind.FORWARD
@@ -174,14 +192,17 @@ class PipelineBound:
         if math.isinf(extra_s):
             return extra_s
         whole_s = self._whole_s() + extra_s
-        update_s = self._update[n] / p
+        update_s = self._least_states.update[n] / p
         path_s = self._forward[n] if self.splits_backward else whole_s
         hops = problem.num_stages - 1
         if problem.placement is StagePlacement.V:
             hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
         path_s += self._ways * self._message_s * hops
         if problem.virtual > 1:
-            return max(self._in_turns_s(whole_s), path_s) + update_s
+            found = max(self._in_turns_s(whole_s), path_s) + update_s
+            if len(self._forms) > 1:
+                found = max(found, self._traded_s())
+            return found
         if self.splits_backward:
             return max(count * whole_s / p, path_s) + update_s
         found = max(whole_s / (1.0 - (1.0 - 1.0 / count) ** p), path_s)
@@ -202,7 +223,7 @@ class PipelineBound:
             first = max(rank, n - problem.most_blocks * (stages - rank))
             filled = self._forward if self.splits_backward else self._time
             waits_s += filled[first] + self._fill_ways * rank * self._message_s
-        once_s = self._gather[n] + self._reduce[n]
+        once_s = self._least_states.gather[n] + self._least_states.reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
         most_s = max(
@@ -243,11 +264,44 @@ class PipelineBound:
     def _extra_of_all(self) -> float:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
-        room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._state[n]
+        room = problem.pp * (problem.limit_bytes - problem.base_bytes)
+        room -= self._least_states.state[n]
         flights = [self._flights(device) for device in range(problem.pp)]
         if problem.virtual > 1 and not self._has_room(flights):
             return math.inf
         return self._extra_s(0, n, room, min(map(min, flights)))
+
+    def _traded_s(self) -> float:
+        """The mean over ranks of all work, where memory is made by leaner forms or by recomputing.
+
+        Ranks share their memory, and every block has a form of its own.
+        """
+        problem, n = self.problem, len(self.problem.blocks)
+        flight = min(min(self._flights(device)) for device in range(problem.pp))
+        room = float(problem.pp * (problem.limit_bytes - problem.base_bytes))
+        room -= max(self._transient)
+        total_s = problem.num_microbatches * self._whole_s()
+        steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
+        for kind, row in enumerate(self._counts):
+            count = row[n]
+            room -= count * flight * self._saved[kind]
+            first = self._kind.index(kind)
+            points = sorted((m[first].step_s, m[first].state_bytes) for m in problem.menus)
+            once_s, state = points[0]
+            total_s += count * once_s
+            room -= float(count * state)
+            for slope, time_s, less in _slopes(points):
+                steps.append((slope, float(count * less), count * time_s))
+        for kind, seconds, less in self._steps if flight > 0 else ():
+            count = self._counts[kind][n]
+            time_s = problem.num_microbatches * seconds
+            steps.append((time_s / (flight * less), count * flight * less, count * time_s))
+        for _, size, time_s in sorted(steps):
+            if room >= 0:
+                break
+            total_s += time_s * min(1.0, -room / size)
+            room += size
+        return total_s / problem.pp if room >= -1.0 else math.inf
 
     def _flights(self, device: int) -> list[float]:
         """Micro-batches in flight in each stage of a rank, on average over its worst moments.
@@ -275,8 +329,8 @@ class PipelineBound:
         if not repeated:
             return True
         leanest = min(self._leanest[k] for k in repeated)
-        state = min(b.state_bytes for b, k in zip(problem.blocks, self._kind, strict=True)
-                    if k in repeated)  # fmt: skip
+        state = min(b.state_bytes for menu in problem.menus
+                    for b, k in zip(menu, self._kind, strict=True) if k in repeated)  # fmt: skip
         wanted = float(sum(self._counts[k][-1] for k in repeated))
         for row in flights:
             room = float(problem.limit_bytes - problem.base_bytes)
@@ -290,21 +344,26 @@ class PipelineBound:
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
         problem, count = self.problem, self.problem.num_microbatches
-        gather_s = self._gather[high] - self._gather[low]
-        reduce_s = self._reduce[high] - self._reduce[low]
         before_s = self._forward[low]
         after_s = 0.0 if self.splits_backward else self._time[low] - before_s
-        around_s = max(
-            before_s + after_s + self._fill_ways * stage * self._message_s,
-            max(gather_s, before_s) + max(reduce_s, after_s),
-        )
-        update_s = max(self._update[high] - self._update[low], self._update[-1] / problem.pp)
-        time_s = around_s + update_s + count * self._run_s(low, high)
-        if time_s > step_s:
+        fill_s = before_s + after_s + self._fill_ways * stage * self._message_s
+        body_s = count * self._run_s(low, high)
+        least_update_s = self._least_states.update[-1] / problem.pp
+        if fill_s + least_update_s + body_s > step_s:
             return False
-        room = problem.limit_bytes - problem.base_bytes - (self._state[high] - self._state[low])
-        extra_s = self._extra_s(low, high, room, self._flight(stage))
-        return time_s + count * extra_s <= step_s
+        flight = self._flight(stage)
+        for form in self._forms:
+            gather_s = form.gather[high] - form.gather[low]
+            reduce_s = form.reduce[high] - form.reduce[low]
+            around_s = max(fill_s, max(gather_s, before_s) + max(reduce_s, after_s))
+            update_s = max(form.update[high] - form.update[low], least_update_s)
+            time_s = around_s + update_s + body_s
+            if time_s > step_s:
+                continue
+            room = problem.limit_bytes - problem.base_bytes - (form.state[high] - form.state[low])
+            if time_s + count * self._extra_s(low, high, room, flight) <= step_s:
+                return True
+        return False
 
     def _is_possible(self, step_s: float) -> bool:
         """Whether stages that take as many blocks as they can take them all."""
@@ -328,7 +387,7 @@ class PipelineBound:
         rounds = -(-problem.num_microbatches // ranks)
         cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
         around_s = self._time[at] + self._ways * stage * self._message_s
-        return around_s + rounds * cycle_s + self._update[n] / problem.pp <= step_s
+        return around_s + rounds * cycle_s + self._least_states.update[n] / problem.pp <= step_s
 
     def _furthest(self, at: int, stage: int, step_s: float, guess: int) -> int:
         """End of the longest run from ``at`` on that fits."""
@@ -343,6 +402,26 @@ class PipelineBound:
             else:
                 high = middle
         return low
+
+
+def _slopes(points: Sequence[tuple[float, int]]) -> Iterator[tuple[float, float, int]]:
+    """From the fastest of some forms to leaner ones along their hull.
+
+    Args:
+        points: Seconds and bytes, the fastest first.
+
+    Yields:
+        Seconds per byte, seconds and bytes of each step.
+    """
+    at_s, at = points[0]
+    while True:
+        steps = [(s - at_s, at - size) for s, size in points if size < at]
+        leaner = [(time_s / less, time_s, less) for time_s, less in steps]
+        if not leaner:
+            return
+        step = min(leaner, key=lambda row: (row[0], -row[2]))
+        yield step
+        at_s, at = at_s + step[1], at - step[2]
 
 
 def _prefix(values: Sequence[Number]) -> list[Number]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -53,6 +53,7 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
+from autopar.solver.state_forms import alike, useful
 
 Sizes = tuple[int, int, int]
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
@@ -89,6 +90,7 @@ class Ranker:
     _messages: dict[tuple[object, int], float] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
+    _forms: dict[object, tuple[tuple[BlockMenu, ...], ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
     _pairs: dict[object, tuple[object, tuple[float, ...]]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -124,43 +126,25 @@ class Ranker:
         if effort == 1:
             body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
             share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
-            return self._best_level_s(shape, body, share)
+            return self._least_s(shape, body, share)
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
         if effort > 3:
             return self._waiting_s(shape, body, enough_s)
-        return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+        return self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
-    def _best_level_s(
+    def _least_s(
         self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
     ) -> float:
-        found = math.inf
-        for level in self._levels(shape):
-            bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
-            if bound.may_beat(found):
-                found = min(found, bound.least_s())
-        return found
+        return self._pipeline(shape, self._free_levels(shape, body, share), floor).least_s()
 
     def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
         """With what ranks wait for each other in the orders of a shape."""
         if shape.mesh.pp == 1:
             return 0.0
-        rows = []
-        for level in self._levels(shape):
-            bound = replace(
-                self._orders(shape, self._relaxed(shape, level, body)),
-                floor=body.floor,
-                knows_halves=False,
-                num_reduces=shape.num_microbatches if level >= 2 else 1,
-            )
-            rows.append((bound.quick().least_s(), level, bound))
-        found = math.inf
-        for least_s, _, bound in sorted(rows, key=lambda row: row[:2]):
-            if least_s >= min(found, enough_s):
-                return min(found, least_s)
-            found = min(found, bound.least_s(min(found, enough_s)))
-        return found
+        orders = self._orders(shape, self._free_levels(shape, body))
+        return replace(orders, floor=body.floor, knows_halves=False).least_s(enough_s)
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
@@ -184,12 +168,36 @@ class Ranker:
             body: Its body, or one with more samples.
             share: Of the samples of the body that a micro-batch has.
         """
+        menus = self._least_menus(shape, level, body, share)
+        return self._relaxed_problem(shape, menus, body, share)
+
+    def _free_levels(self, shape: Shape, body: Body, share: float = 1.0) -> StageProblem:
+        """The same with the choice of a ZeRO level for every stage."""
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        reduces = shape.num_microbatches if max(levels) >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, levels, reduces, share)
+        if key not in self._forms:
+            rows = [self._least_menus(shape, level, body, share) for level in levels]
+            self._forms[key] = alike(useful(rows))
+        menus = self._forms[key]
+        problem = self._relaxed_problem(shape, menus[0], body, share)
+        return problem if len(menus) == 1 else replace(problem, forms=menus)
+
+    def _least_menus(
+        self, shape: Shape, level: int, body: Body, share: float
+    ) -> tuple[BlockMenu, ...]:
+        """The least that blocks can cost at a level, kept for other shapes."""
         reduces = shape.num_microbatches if level >= 2 else 1
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
             menus = body.least if share == 1 else part_of(body.least, share)
-            self._least[key] = with_costs(menus, costs, reduces)
+            self._least[key] = with_costs(menus, costs, reduces, reduces)
+        return self._least[key]
+
+    def _relaxed_problem(
+        self, shape: Shape, menus: tuple[BlockMenu, ...], body: Body, share: float
+    ) -> StageProblem:
         boundary_bytes = body.boundary_bytes
         if share != 1:
             cut = (body.sizes, share)
@@ -198,7 +206,7 @@ class Ranker:
                     (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
             boundary_bytes = self._cut_bytes[cut]
-        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
+        return self.stage_problem(shape, menus, boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -225,7 +233,8 @@ class Ranker:
         """Bytes that the fullest device needs, at least."""
         body = self.bodies.body(shape.sizes)
         return min(
-            least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
+            least_memory_bytes(self._relaxed(shape, level, body))
+            for level in self.analysis.zero_levels(shape.mesh.dp)
         )
 
     def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
@@ -274,13 +283,19 @@ class Ranker:
         return (sizes[0] > 1, *sizes[1:], level, id(body.structure))
 
     def rank(
-        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
+        self,
+        shape: Shape,
+        *,
+        limit_bytes: int = 0,
+        best_s: float = math.inf,
+        levels: Sequence[int] = (),
     ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
-            limit_bytes: Memory of a device, if it is to be tighter than the real one.
+            limit_bytes: Memory of a device, if it is to be another than the real one.
+            levels: ZeRO levels to try; all if left out.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
 
         Returns:
@@ -293,7 +308,7 @@ class Ranker:
         found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
-        for level in self._levels(shape):
+        for level in levels or self.analysis.zero_levels(shape.mesh.dp):
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
@@ -319,14 +334,6 @@ class Ranker:
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
         return best or min(misfits, key=lambda m: m.least_bytes, default=None)
-
-    def _levels(self, shape: Shape) -> tuple[int, ...]:
-        """ZeRO levels to try, fastest first."""
-        if self.analysis.constraints.zero is not None:
-            return (self.analysis.constraints.zero,)
-        if not self.analysis.trains:  # there is only the parameters' own memory to spread
-            return (0, 3) if shape.mesh.dp > 1 else (0,)
-        return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
 
     def _leaner(
         self, misfit: Misfit, body: Body, limit_bytes: int, best_s: float
@@ -381,8 +388,8 @@ class Ranker:
         if not math.isinf(best_s):
             home = self.tables.home(body.structure)
             costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
-            menus = with_costs(body.least, costs, 1)
-            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            menus = with_costs(body.least, costs, 1, parameters.num_reduces)
+            least = self.stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
@@ -467,7 +474,7 @@ class Ranker:
         *,
         best_s: float = math.inf,
     ) -> Ranked | Misfit | None:
-        stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        stage_problem = self.stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         if not math.isinf(best_s):
             bound = self._pipeline(shape, stage_problem)
             if not bound.may_beat(NEAR * best_s):
@@ -513,7 +520,7 @@ class Ranker:
         return None if plain.shape == shape else plain
 
     # -- stages --------------------------------------------------------------------------------
-    def _stage_problem(
+    def stage_problem(
         self,
         shape: Shape,
         menus: tuple[BlockMenu, ...],

@@ -78,8 +78,12 @@ class Recut:
         for kind in self._kind:
             for k, row in enumerate(self._counts):
                 row.append(row[-1] + (k == kind))
+        each = any(b.num_reduces > 1 for b in problem.blocks)
         self._graphs = [
-            (weight, StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages))
+            (
+                weight,
+                StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages, each),
+            )
             for n, weight in sampled_counts(problem)
         ]
 
@@ -262,12 +266,13 @@ class Recut:
         weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]
         inputs = [b - w for b, w in zip(backward, weights, strict=True)]
         runs = bounds(starts, len(problem.blocks))
-        gather, reduce = (
+        gather, reduce, each = (
             [sum(getattr(problem.blocks[i], name) for i in range(*run)) for run in runs]
-            for name in ("gather_s", "reduce_s")
+            for name in ("gather_s", "reduce_s", "each_s")
         )
+        reduce = [0.0 if e else r for r, e in zip(reduce, each, strict=True)]
         message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
-        return [forward, backward, inputs, weights, gather, reduce, message]
+        return [forward, backward, inputs, weights, gather, reduce, message, each]
 
 
 def even_starts(problem: StageProblem) -> Starts:

@@ -32,6 +32,7 @@ from autopar.solver.master import Master
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
+from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
@@ -247,7 +248,7 @@ class _Search:
         """A good choice for a shape; None if it does not fit."""
         self.stats.num_ranked += 1
         try:
-            found = self._ranker.rank(shape, best_s=best_s)
+            found = self._rank(shape, best_s=best_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
@@ -262,12 +263,23 @@ class _Search:
         self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         return found
 
+    def _rank(
+        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = inf
+    ) -> Ranked | Misfit | None:
+        """A good choice for a shape; one whose stages have the levels that are given."""
+        if self._analysis.stage_levels:
+            return rank_given(self._ranker, shape, limit_bytes or self.limit_bytes)
+        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s)
+
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, better cuts."""
+        """Splits for just this shape, better cuts, a ZeRO level for each stage."""
+        if self._analysis.stage_levels:
+            return candidate
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
-        return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        return leveled(self._ranker, best)
 
     @property
     def efforts(self) -> int:
@@ -285,9 +297,11 @@ class _Search:
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         self._phase("ranking")
-        outcome = self._exact(self._analysis, self._ranker, candidate)
+        # levels of stages were chosen by estimates: what they improved is judged beside them
+        rows = [candidate] if candidate.alone is None else [candidate, candidate.alone]
+        outcomes = [self._exact(self._analysis, self._ranker, row) for row in rows]
         self._phase("exact")
-        return outcome
+        return min(outcomes, key=lambda o: (not o.fits, o.step_s))
 
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -306,9 +320,12 @@ class _Search:
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
-            found = ranker.refine(outcome.ranked, limit)
+            if outcome.ranked.levels:
+                found = recut(ranker, outcome.ranked, limit)
+            else:
+                found = ranker.refine(outcome.ranked, limit)
             if not isinstance(found, Ranked):
-                found = ranker.rank(ranked.shape, limit_bytes=limit)
+                found = self._rank(ranked.shape, limit_bytes=limit)
             if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
@@ -400,6 +417,8 @@ class _Search:
             return f"allow recompute (now {wish.recompute!r})"
         if wish.zero in (0, 1, 2) and shape.mesh.dp > 1:
             return f"allow zero=3 (now {wish.zero})"
+        if isinstance(wish.zero, tuple) and min(wish.zero) < 3:
+            return f"allow zero=3 in every stage (now {list(wish.zero)})"
         for name in ("tp", "pp", "num_microbatches"):
             if getattr(wish, name) is not None:
                 return f"free {name} (now {getattr(wish, name)})"
@@ -479,6 +498,6 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         choices=choices,
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
-        zero_levels=(ranked.zero_level,) * shape.mesh.num_stages,
+        zero_levels=ranked.zero_levels,
         gather_outputs=analysis.gathered,
     )
