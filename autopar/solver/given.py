@@ -72,7 +72,7 @@ def constraints_of(applied: Iterable[AppliedConstraint]) -> Constraints:
             continue
         name, value = item.name, item.value
         try:
-            if name == "zero" and value.startswith("("):
+            if name in ("zero", "warmup") and value.startswith("("):
                 found[name] = tuple(int(part) for part in value.strip("()").split(",") if part)
             elif name in _COUNTS:
                 found[name] = int(value)

@@ -40,9 +40,13 @@ def compiled(name, mesh, *, microbatches=1, zero=0, **options):
     return autopar.compile(model, DEVICES, batch, plan=plan, **options), twin, batch
 
 
-def parity(name, pp, dp, tp, virtual, microbatches, zero):
-    """Three steps of two optimizers with clipping, then evaluation and a smaller batch."""
+def parity(name, pp, dp, tp, virtual, microbatches, *levels):
+    """Three steps of two optimizers with clipping, then evaluation and a smaller batch.
+
+    ``levels`` is the ZeRO level of all stages, or of each.
+    """
     mesh = MeshShape(pp=pp, dp=dp, tp=tp, virtual=virtual)
+    zero = levels if len(levels) > 1 else levels[0]
     model, twin, batch = compiled(name, mesh, microbatches=microbatches, zero=zero)
     named = dict(twin.named_parameters())
     assert set(dict(model.named_parameters())) <= set(named)
