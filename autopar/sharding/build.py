@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
 from autopar.ir.graph import (
@@ -37,25 +37,41 @@ from autopar.sharding.stages import StageDemand, StageMap, assign_stages, stage_
 EMPTY = Graph((), (), ())
 
 
-def localize(graph: Graph, decisions: Decisions, signatures: Signatures) -> LocalPrograms:
+@dataclass(slots=True)
+class KeptBodies:
+    """Local operators of the last decisions: others that differ in what is made again share them."""
+
+    decisions: Decisions | None = None
+    layouts: Layouts | None = None
+    bodies: list[StageBody] = field(default_factory=list)
+
+
+def localize(
+    graph: Graph, decisions: Decisions, signatures: Signatures, kept: KeptBodies | None = None
+) -> LocalPrograms:
     """The programs of every stage.
 
     Args:
         graph: The joint graph, global shapes.
         decisions: What the plan says.
         signatures: Named dims of every operator (:func:`signatures_of`).
+        kept: What the last call for this graph with this argument has made, if that fits.
 
     Raises:
         ShardingError: The decisions don't fit the graph.
     """
     stage_map = assign_stages(graph, decisions.firsts)
     demands = stage_demands(graph, stage_map, decisions.gather_outputs)
-    layouts = Layouts.of(graph, decisions)
-    bodies = [
-        StageLocalizer(stage, layouts, signatures, stage_map).run(demands[stage])
-        for stage in range(stage_map.num_stages)
-    ]
-    return _Builder(graph, decisions, layouts, stage_map, demands, bodies).build(signatures)
+    kept = kept or KeptBodies()
+    key = replace(decisions, recompute=frozenset(), zero_levels=())
+    if kept.decisions != key or kept.layouts is None:
+        kept.decisions, kept.layouts = key, Layouts.of(graph, decisions)
+        kept.bodies = [
+            StageLocalizer(stage, kept.layouts, signatures, stage_map).run(demands[stage])
+            for stage in range(stage_map.num_stages)
+        ]
+    builder = _Builder(graph, decisions, kept.layouts, stage_map, demands, kept.bodies)
+    return builder.build(signatures)
 
 
 def signatures_of(

@@ -22,6 +22,7 @@ from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
+from autopar.solver.chain_sums import Chain
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
@@ -78,7 +79,7 @@ class BlockTables:
         # operators that the gradients between blocks come from: the first half of a split backward
         self._sent_from = ancestors(analysis.graph, sent)
         self._bases: dict[object, _Base] = {}
-        self._homes: dict[int, Mapping[str, int]] = {}
+        self._owners: dict[int, Owners] = {}
         self._choices: Choices = {}
 
     def table(
@@ -113,25 +114,9 @@ class BlockTables:
             )  # fmt: skip
             self._bases[key] = made.build()
         base = self._bases[key]
-        home = self.home(structure)
-        costs = parameter_costs(self._analysis, structure, parameters or problem, options, home)
-        known: dict[object, int] = {}
-        menus = []
-        for (kind, options_), cost in zip(base.menus, costs, strict=True):
-            whole = (kind, f"{cost.step_s:.6e}", cost.state_bytes)
-            menus.append(
-                BlockMenu(
-                    key=str(known.setdefault(whole, len(known))),
-                    options=options_,
-                    state_bytes=cost.state_bytes,
-                    step_s=cost.step_s,
-                    gather_s=cost.gather_s,
-                    reduce_s=cost.reduce_s,
-                    num_reduces=(parameters or problem).num_reduces,
-                )
-            )
+        costs = parameter_costs(parameters or problem, options, self.owners(structure))
         return BlockTable(
-            menus=tuple(menus),
+            menus=_with_costs(base.menus, costs, (parameters or problem).num_reduces),
             boundary_bytes=base.boundary_bytes,
             recompute=base.recompute,
             sizes=sizes,
@@ -147,10 +132,10 @@ class BlockTables:
             table.sizes, table.problem, table.options, table.parameters, menu_size=FINE_MENU_SIZE
         )
 
-    def home(self, structure: SplitsStructure) -> Mapping[str, int]:
-        """Input -> first block that reads it."""
+    def owners(self, structure: SplitsStructure) -> Owners:
+        """Which parameters count with which block."""
         key = id(structure)
-        if key not in self._homes:
+        if key not in self._owners:
             running = {n for g in structure.groups if g.kind is GroupKind.NODE for n in g.members}
             block_of, home = self._analysis.chain.block_of, dict[str, int]()
             for node in self._analysis.graph.nodes:
@@ -158,8 +143,35 @@ class BlockTables:
                     block = block_of[node.name]
                     for ref in self._analysis.refs[node.name]:
                         home[ref] = min(home.get(ref, block), block)
-            self._homes[key] = home
-        return self._homes[key]
+            self._owners[key] = _owners(structure, home, len(self._analysis.chain.blocks))
+        return self._owners[key]
+
+
+def _with_costs(
+    rows: Sequence[tuple[object, tuple[Option, ...]]],
+    costs: Sequence[ParameterCost],
+    num_reduces: int,
+) -> Chain:
+    """Menus of blocks; those that share their row and their cost share one."""
+    keys: dict[object, int] = {}
+    known: dict[tuple[int, int], BlockMenu] = {}
+    menus: list[BlockMenu] = []
+    for row, cost in zip(rows, costs, strict=True):
+        pair = (id(row), id(cost))
+        menu = known.get(pair)
+        if menu is None:
+            whole = (row[0], f"{cost.step_s:.6e}", cost.state_bytes)
+            menu = known[pair] = BlockMenu(
+                key=str(keys.setdefault(whole, len(keys))),
+                options=row[1],
+                state_bytes=cost.state_bytes,
+                step_s=cost.step_s,
+                gather_s=cost.gather_s,
+                reduce_s=cost.reduce_s,
+                num_reduces=num_reduces,
+            )
+        menus.append(menu)
+    return Chain(menus)
 
 
 def light_operators(analysis: Analysis, names: Sequence[str]) -> tuple[str, ...]:
@@ -225,44 +237,65 @@ class ParameterCost:
         return self.gather_s + self.reduce_s + self.update_s + self.other_s
 
 
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Which parameters count with which block: the first one that reads them.
+
+    Attributes:
+        row_of: Per block the number of its row; blocks with the same parameters share one.
+        rows: Groups of inputs, joins and wholes, once for each member.
+        is_join: By group.
+    """
+
+    row_of: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    is_join: tuple[bool, ...]
+
+
 def parameter_costs(
-    analysis: Analysis,
-    structure: SplitsStructure,
-    problem: SplitsProblem,
-    options: Sequence[int] | None,
-    home: Mapping[str, int],
+    problem: SplitsProblem, options: Sequence[int] | None, owners: Owners
 ) -> list[ParameterCost]:
-    """State, gathering, gradient reduction: with the first block that reads the parameter.
+    """State, gathering, gradient reduction, by block; equal blocks share one object.
 
     Args:
-        analysis: Model and cluster.
-        structure: Groups of the problem.
         problem: The problem.
         options: The choice; the least that each part can be under any choice if None.
-        home: Input -> first block that reads it.
+        owners: Of the problem's structure.
     """
     reduce_s = _reduce_seconds(problem, options)
+    known: list[ParameterCost] = []
+    for row in owners.rows:
+        cost = ParameterCost()
+        known.append(cost)
+        for at in row:
+            variable, is_join = problem.variables[at], owners.is_join[at]
+            if variable.is_once or is_join:
+                menu = variable.options if options is None else [variable.options[options[at]]]
+                update_s = min(o.update_s for o in menu)
+                rest_s = min(o.time_s - o.update_s for o in menu)
+                cost.state_bytes += min(o.memory_bytes for o in menu)
+                cost.update_s += update_s
+                cost.reduce_s += reduce_s.get(at, 0.0)
+                if is_join:
+                    cost.other_s += rest_s
+                else:
+                    cost.gather_s += rest_s
+    return [known[at] for at in owners.row_of]
+
+
+def _owners(structure: SplitsStructure, home: Mapping[str, int], num_blocks: int) -> Owners:
+    """From the first block that reads each input."""
     wholes = {w: min(home.get(n, 0) for n in parts) for w, parts in structure.wholes.items()}
-    costs = [ParameterCost() for _ in analysis.chain.blocks]
-    for at, (variable, group) in enumerate(zip(problem.variables, structure.groups, strict=True)):
-        is_join = group.kind is GroupKind.JOIN
-        if not variable.is_once and not is_join:
-            continue
-        menu = variable.options if options is None else [variable.options[options[at]]]
-        update_s = min(o.update_s for o in menu)
-        rest_s = min(o.time_s - o.update_s for o in menu)
-        memory = min(o.memory_bytes for o in menu)
-        for name in variable.members:
-            place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
-            cost = costs[place]
-            cost.state_bytes += memory
-            cost.update_s += update_s
-            cost.reduce_s += reduce_s.get(at, 0.0)
-            if is_join:
-                cost.other_s += rest_s
-            else:
-                cost.gather_s += rest_s
-    return costs
+    owned: list[list[int]] = [[] for _ in range(num_blocks)]
+    for at, group in enumerate(structure.groups):
+        if group.kind in (GroupKind.INPUT, GroupKind.JOIN, GroupKind.WHOLE):
+            for name in group.members:
+                place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
+                owned[place].append(at)
+    known: dict[tuple[int, ...], int] = {}
+    row_of = tuple([known.setdefault(tuple(row), len(known)) for row in owned])
+    is_join = tuple(group.kind is GroupKind.JOIN for group in structure.groups)
+    return Owners(row_of, tuple(known), is_join)
 
 
 def _reduce_seconds(problem: SplitsProblem, options: Sequence[int] | None) -> dict[int, float]:

@@ -377,13 +377,13 @@ def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
 
 def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
     """Seconds of fetching (or returning) every tied weight of a stage."""
-    if setting.mesh.pp == 1:
+    tied = [p for p in programs.params.values() if len(p.stages) > 1 and stage in p.stages]
+    if setting.mesh.pp == 1 or not tied:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
     return sum(
         setting.model.collective_time_s("p2p", local_bytes(p.meta, p.storage, programs), ends)
-        for p in programs.params.values()
-        if len(p.stages) > 1 and stage in p.stages
+        for p in tied
     )
 
 

@@ -12,36 +12,24 @@ Source: ours; the exchange is the greedy solution of the linear multiple-choice 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+from autopar.solver.chain_sums import sums_of
 from autopar.solver.stages_problem import (
-    Option,
     StageProblem,
     least_memory_bytes,
     memory_bytes,
 )
 
 BISECTIONS = 28
-PRECISION = 1e-7  # of the bisection, relative
+PRECISION = 1e-7  # of the bisection for a bound, relative
+CHOICE_PRECISION = 1e-4  # likewise, for a choice
 GROWTH = 0.02  # first step of the search for a time that is possible, relative
 ROUNDING = 1e-9
 NEEDED_PRECISION = 1e-2
 FIT_TRIES = 4
-Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeStep:
-    """A leaner way to run one block of a kind: ``bytes`` less for ``seconds`` more."""
-
-    kind: int
-    source: int
-    option: int
-    seconds: float
-    bytes: int
 
 
 class StageFiller:
@@ -64,15 +52,11 @@ class StageFiller:
     ) -> None:
         self.problem, self.fractional = problem, fractional
         self.flights = _mean_flights(problem) if by_turns else problem.in_flight
-        kinds: dict[str, int] = {}
-        self.kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
-        self.menus = [next(b.options for b in problem.blocks if b.key == key) for key in kinds]
-        self.start, self.steps = exchange_steps(self.menus)
-        first = [menu[at] for menu, at in zip(self.menus, self.start, strict=True)]
-        self.state = _sums(b.state_bytes for b in problem.blocks)
-        self.counts = [_sums(int(at == k) for at in self.kind) for k in range(len(kinds))]
-        self.fastest_s = _sums(first[k].total_s for k in self.kind)
-        self.saved = _sums(first[k].saved_bytes for k in self.kind)
+        sums = sums_of(problem.blocks)
+        self.kind, self.menus = sums.kind, sums.menus
+        self.start, self.steps = sums.start, sums.steps
+        self.state, self.counts = sums.state, sums.counts
+        self.fastest_s, self.saved = sums.time, sums.saved
         self._exchanges = [(self.counts[s.kind], s.seconds, s.bytes) for s in self.steps]
         pick = min if fractional else max
         self.transients = [pick(o.transient_bytes for o in menu) for menu in self.menus]
@@ -172,11 +156,6 @@ class StageFiller:
         return max(self.time_s(a, b, s) for s, (a, b) in enumerate(pairwise((0, *ends))))
 
 
-def _sums(values: Iterable[Number]) -> list[Number]:
-    """Sums of the first 0, 1, 2, ... values."""
-    return list(accumulate(values, initial=0))
-
-
 def _mean_flights(problem: StageProblem) -> tuple[int, ...]:
     """Micro-batches in flight by stage, lowered so that a rank's add up to its worst moment."""
     found = list(problem.in_flight)
@@ -197,44 +176,21 @@ def _shares(problem: StageProblem, flights: Sequence[int], *, by_leanest: bool) 
         flights: Micro-batches in flight by stage.
         by_leanest: Whether saved values count as the leanest option has them, or the fastest.
     """
+    sums = sums_of(problem.blocks)
     room = problem.limit_bytes - problem.base_bytes
     if problem.virtual > 1:  # stages of a rank run in turn: one transient serves them all
-        room -= max(o.transient_bytes for b in problem.blocks for o in b.options)
-    state = sum(b.state_bytes for b in problem.blocks)
+        room -= max(o.transient_bytes for menu in sums.menus for o in menu)
+    state = sums.state[-1]
     pick = min if by_leanest else max
-    saved = sum(pick(o.saved_bytes for o in b.options) for b in problem.blocks)
+    counts = [row[-1] for row in sums.counts]
+    rows = zip(counts, sums.menus, strict=True)
+    saved = sum(count * pick(o.saved_bytes for o in menu) for count, menu in rows)
     weights = [state + flight * saved + 1 for flight in flights]
     return [
         room * weights[s] // sum(weights[other] for other in rank_stages)
         for s in range(problem.num_stages)
         for rank_stages in (problem.stages_of(problem.mesh.pipeline_rank(s)),)
     ]
-
-
-def exchange_steps(menus: Sequence[tuple[Option, ...]]) -> tuple[list[int], list[ExchangeStep]]:
-    """Per kind its fastest option, and the steps to leaner ones, cheapest per byte first."""
-    start: list[int] = []
-    steps: list[tuple[float, ExchangeStep]] = []
-    for kind, menu in enumerate(menus):
-        order = sorted(range(len(menu)), key=lambda o: (menu[o].total_s, menu[o].saved_bytes))
-        at = order[0]
-        start.append(at)
-        while True:
-            best: tuple[float, int] | None = None
-            for o in order:
-                saved = menu[at].saved_bytes - menu[o].saved_bytes
-                if saved > 0:
-                    ratio = (menu[o].total_s - menu[at].total_s) / saved
-                    best = min(best or (ratio, o), (ratio, o))
-            if best is None:
-                break
-            ratio, o = best
-            seconds = menu[o].total_s - menu[at].total_s
-            less = menu[at].saved_bytes - menu[o].saved_bytes
-            steps.append((ratio, ExchangeStep(kind, at, o, seconds, less)))
-            at = o
-    steps.sort(key=lambda pair: (pair[0], pair[1].kind, pair[1].option))
-    return start, [step for _, step in steps]
 
 
 def slowest_stage_bound_s(problem: StageProblem) -> float:
@@ -341,6 +297,7 @@ def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
     if found is not None:
         return low, found
     step_s = GROWTH * low
+    precision = PRECISION if filler.fractional else CHOICE_PRECISION
     while low + step_s < high:  # the answer is near the mean as a rule
         found = filler.fill(low + step_s)
         if found is not None:
@@ -348,7 +305,7 @@ def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
             break
         low, step_s = low + step_s, 2 * step_s
     for _ in range(BISECTIONS):
-        if high - low <= PRECISION * high:
+        if high - low <= precision * high:
             break
         middle = (low + high) / 2
         found = filler.fill(middle)

@@ -27,12 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeVar
 
 from autopar.plan.types import ScheduleKind, StagePlacement
-from autopar.solver.greedy_stages import exchange_steps
-from autopar.solver.stages_problem import BlockMenu, StageProblem
+from autopar.solver.chain_sums import ChainSums, Units, sums_of
+from autopar.solver.stages_problem import StageProblem
+from autopar.solver.state_forms import least_of
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
@@ -56,27 +55,6 @@ class Floor:
 
 
 NO_FLOOR = Floor()
-Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Sums of the first 0, 1, 2, ... blocks in one form of their states."""
-
-    state: Sequence[int]
-    gather: Sequence[float]
-    reduce: Sequence[float]
-    update: Sequence[float]
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[BlockMenu]]) -> _States:
-        """The least that each part can be where a block has one of several menus."""
-        state = [min(b.state_bytes for b in row) for row in rows]
-        gather, reduce, update = (
-            [min(getattr(b, name) for b in row) for row in rows]
-            for name in ("gather_s", "reduce_s", "update_s")
-        )
-        return cls(_prefix(state), _prefix(gather), _prefix(reduce), _prefix(update))
 
 
 @dataclass(slots=True)
@@ -95,61 +73,28 @@ class PipelineBound:
     floor: Floor = NO_FLOOR
     splits_backward: bool = False
     has_cycles: bool = False
-    _kind: list[int] = field(init=False)
-    _counts: list[list[int]] = field(init=False)
-    _least: list[float] = field(init=False)
-    _forward: list[float] = field(init=False)
-    _time: list[float] = field(init=False)
-    _least_states: _States = field(init=False)
-    _forms: list[_States] = field(init=False)
-    _saved: list[int] = field(init=False)
-    _unit: list[list[int]] = field(default_factory=list)
-    _unit_ends: tuple[int, int] = (0, 0)
-    _unit_gain_s: float = 0.0
-    _steps: list[tuple[int, float, int]] = field(init=False)
-    _transient: list[int] = field(init=False)
-    _leanest: list[int] = field(init=False)
+    _sums: ChainSums = field(init=False)
+    _forms: list[ChainSums] = field(init=False)
+    _least: ChainSums = field(init=False)
+    _units: Units | None = field(init=False, default=None)
+    _unit_gain_s: float = field(init=False, default=0.0)
+    _simple: float | None = field(init=False, default=None)
     _message_s: float = field(init=False)
     _ways: int = field(init=False)
     _fill_ways: int = field(init=False)
 
     def __post_init__(self) -> None:
-        blocks = self.problem.blocks
-        kinds: dict[str, int] = {}
-        self._kind = [kinds.setdefault(b.key, len(kinds)) for b in blocks]
-        menus = [next(b.options for b in blocks if b.key == key) for key in kinds]
-        start, steps = exchange_steps(menus)
-        self._steps = [(s.kind, s.seconds, s.bytes) for s in steps]
-        first = [menu[at] for menu, at in zip(menus, start, strict=True)]
-        self._saved = [o.saved_bytes for o in first]
-        self._leanest = [min(o.saved_bytes for o in menu) for menu in menus]
-        self._transient = [min(o.transient_bytes for o in menu) for menu in menus]
-        least = [o.total_s for o in first]
-        ahead = [min(o.forward_s for o in menu) for menu in menus]
-        self._least = least
-        self._forward = _prefix([ahead[k] for k in self._kind])
-        self._time = _prefix([least[k] for k in self._kind])
-        self._forms = [_States.of([(b,) for b in menu]) for menu in self.problem.menus]
-        self._least_states = self._forms[0]
-        if len(self._forms) > 1:
-            self._least_states = _States.of(list(zip(*self.problem.menus, strict=True)))
-        self._counts = [_prefix([int(k == at) for k in self._kind]) for at in range(len(kinds))]
-        self._set_unit([least[k] for k in self._kind])
+        self._sums = sums_of(self.problem.blocks)
+        self._forms = [sums_of(menus) for menus in self.problem.menus]
+        self._least = sums_of(least_of(self.problem))  # of states, whatever their form
+        if self.floor.unit_of:
+            self._units = self._sums.units(self.floor.unit_of)
+        if self._units is not None:
+            self._unit_gain_s = max(0.0, self.floor.unit_s - self._units.least_s)
         is_one_way = self.splits_backward or self.problem.schedule is ScheduleKind.FORWARD
         self._ways = 1 if is_one_way else 2
         self._fill_ways = 1 if self.splits_backward else self._ways
         self._message_s = min(self.problem.boundary_s, default=0.0)
-
-    def _set_unit(self, least: Sequence[float]) -> None:
-        places = self.floor.unit_of
-        inside = [i for i, place in enumerate(places) if place >= 0]
-        if not inside:
-            return
-        size = max(places) + 1
-        known_s = sum(max(least[i] for i in inside if places[i] == at) for at in range(size))
-        self._unit_gain_s = max(0.0, self.floor.unit_s - known_s)
-        self._unit = [_prefix([int(place == at) for place in places]) for at in range(size)]
-        self._unit_ends = (inside[0], inside[-1])
 
     # -- the answer ----------------------------------------------------------------------------
     def least_s(self) -> float:
@@ -186,23 +131,26 @@ class PipelineBound:
 
     def _simple_s(self) -> float:
         """Bounds that know nothing of cuts."""
+        if self._simple is None:
+            self._simple = self._find_simple_s()
+        return self._simple
+
+    def _find_simple_s(self) -> float:
         problem, n = self.problem, len(self.problem.blocks)
         p, count = problem.pp, problem.num_microbatches
         extra_s = self._extra_of_all()
         if math.isinf(extra_s):
             return extra_s
         whole_s = self._whole_s() + extra_s
-        update_s = self._least_states.update[n] / p
-        path_s = self._forward[n] if self.splits_backward else whole_s
+        update_s = self._least.update[n] / p
+        path_s = self._sums.forward[n] if self.splits_backward else whole_s
         hops = problem.num_stages - 1
         if problem.placement is StagePlacement.V:
             hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
         path_s += self._ways * self._message_s * hops
         if problem.virtual > 1:
             found = max(self._in_turns_s(whole_s), path_s) + update_s
-            if len(self._forms) > 1:
-                found = max(found, self._traded_s())
-            return found
+            return max(found, self._traded_s()) if len(self._forms) > 1 else found
         if self.splits_backward:
             return max(count * whole_s / p, path_s) + update_s
         found = max(whole_s / (1.0 - (1.0 - 1.0 / count) ** p), path_s)
@@ -221,22 +169,22 @@ class PipelineBound:
         waits_s = 0.0
         for rank in range(1, p):
             first = max(rank, n - problem.most_blocks * (stages - rank))
-            filled = self._forward if self.splits_backward else self._time
+            filled = self._sums.forward if self.splits_backward else self._sums.time
             waits_s += filled[first] + self._fill_ways * rank * self._message_s
-        once_s = self._least_states.gather[n] + self._least_states.reduce[n]
+        once_s = self._least.gather[n] + self._least.reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
-        largest_s = max(high - low for low, high in zip(self._time, self._time[1:], strict=False))
-        most_s = max(
-            -(-row[n] // p) * least for row, least in zip(self._counts, self._least, strict=True)
-        )
+        fastest = [o.total_s for o in self._sums.fastest]
+        rows = zip(self._sums.counts, fastest, strict=True)
+        most_s = max(-(-row[n] // p) * least_s for row, least_s in rows)
+        largest_s = max(fastest)
         return max(mean_s, count * largest_s, count * most_s)
 
     def _run_s(self, low: int, high: int) -> float:
         """Seconds of a run of blocks with memory to spare."""
-        time_s = self._time[high] - self._time[low]
-        if self._unit_gain_s:
-            units = min([row[high] - row[low] for row in self._unit])
-            first, last = self._unit_ends
+        time_s = self._sums.time[high] - self._sums.time[low]
+        if self._units is not None and self._unit_gain_s:
+            units = min([row[high] - row[low] for row in self._units.counts])
+            first, last = self._units.ends
             units -= (low <= first < high) + (low <= last < high)
             if units > 0:
                 time_s += self._unit_gain_s * units
@@ -244,28 +192,25 @@ class PipelineBound:
 
     def _extra_s(self, low: int, high: int, room: float, flight: float) -> float:
         """Seconds of recomputing that a run needs to fit into ``room``; infinite if it can't."""
-        counts = [row[high] - row[low] for row in self._counts]
-        largest = 0
-        for count, saved, transient in zip(counts, self._saved, self._transient, strict=True):
-            if count:
-                room -= flight * count * saved
-                largest = max(largest, transient)
-        room -= largest
+        sums = self._sums
+        counts = [row[high] - row[low] for row in sums.counts]
+        room -= flight * (sums.saved[high] - sums.saved[low])
+        room -= max([t for n, t in zip(counts, sums.least_transient, strict=True) if n], default=0)
         extra_s = 0.0
-        for kind, seconds, less in self._steps:
+        for step in sums.steps if flight > 0 else ():
             if room >= 0:
                 return extra_s
-            if counts[kind] and flight > 0:
-                moved = min(float(counts[kind]), -room / (flight * less))
-                extra_s += moved * seconds
-                room += moved * flight * less
+            if counts[step.kind]:
+                less = flight * step.bytes
+                moved = min(float(counts[step.kind]), -room / less)
+                extra_s += moved * step.seconds
+                room += moved * less
         return extra_s if room >= -1.0 else math.inf
 
     def _extra_of_all(self) -> float:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
-        room = problem.pp * (problem.limit_bytes - problem.base_bytes)
-        room -= self._least_states.state[n]
+        room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._least.state[n]
         flights = [self._flights(device) for device in range(problem.pp)]
         if problem.virtual > 1 and not self._has_room(flights):
             return math.inf
@@ -276,26 +221,23 @@ class PipelineBound:
 
         Ranks share their memory, and every block has a form of its own.
         """
-        problem, n = self.problem, len(self.problem.blocks)
+        problem, sums, n = self.problem, self._sums, len(self.problem.blocks)
         flight = min(min(self._flights(device)) for device in range(problem.pp))
         room = float(problem.pp * (problem.limit_bytes - problem.base_bytes))
-        room -= max(self._transient)
+        room -= flight * sums.saved[n] + max(sums.least_transient)
         total_s = problem.num_microbatches * self._whole_s()
         steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
-        for kind, row in enumerate(self._counts):
+        for first, row in zip(sums.first, sums.counts, strict=True):
             count = row[n]
-            room -= count * flight * self._saved[kind]
-            first = self._kind.index(kind)
             points = sorted((m[first].step_s, m[first].state_bytes) for m in problem.menus)
-            once_s, state = points[0]
-            total_s += count * once_s
-            room -= float(count * state)
+            total_s += count * points[0][0]
+            room -= count * points[0][1]
             for slope, time_s, less in _slopes(points):
                 steps.append((slope, float(count * less), count * time_s))
-        for kind, seconds, less in self._steps if flight > 0 else ():
-            count = self._counts[kind][n]
-            time_s = problem.num_microbatches * seconds
-            steps.append((time_s / (flight * less), count * flight * less, count * time_s))
+        for step in sums.steps if flight > 0 else ():
+            count = sums.counts[step.kind][n]
+            time_s, size = problem.num_microbatches * step.seconds, flight * step.bytes
+            steps.append((time_s / size, count * size, count * time_s))
         for _, size, time_s in sorted(steps):
             if room >= 0:
                 break
@@ -325,13 +267,13 @@ class PipelineBound:
         micro-batches are in flight.
         """
         problem = self.problem
-        repeated = {k for k, row in enumerate(self._counts) if row[-1] > 1}
+        counts = [row[-1] for row in self._sums.counts]
+        repeated = [k for k, count in enumerate(counts) if count > 1]
         if not repeated:
             return True
-        leanest = min(self._leanest[k] for k in repeated)
-        state = min(b.state_bytes for menu in problem.menus
-                    for b, k in zip(menu, self._kind, strict=True) if k in repeated)  # fmt: skip
-        wanted = float(sum(self._counts[k][-1] for k in repeated))
+        leanest = min(self._sums.least_saved[k] for k in repeated)
+        state = self._least.least_state_of_repeats
+        wanted = float(sum(counts[k] for k in repeated))
         for row in flights:
             room = float(problem.limit_bytes - problem.base_bytes)
             for flight in sorted(row):
@@ -343,12 +285,12 @@ class PipelineBound:
 
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
-        problem, count = self.problem, self.problem.num_microbatches
-        before_s = self._forward[low]
-        after_s = 0.0 if self.splits_backward else self._time[low] - before_s
+        problem, count, sums = self.problem, self.problem.num_microbatches, self._sums
+        before_s = sums.forward[low]
+        after_s = 0.0 if self.splits_backward else sums.time[low] - before_s
         fill_s = before_s + after_s + self._fill_ways * stage * self._message_s
         body_s = count * self._run_s(low, high)
-        least_update_s = self._least_states.update[-1] / problem.pp
+        least_update_s = self._least.update[-1] / problem.pp
         if fill_s + least_update_s + body_s > step_s:
             return False
         flight = self._flight(stage)
@@ -386,8 +328,8 @@ class PipelineBound:
         ranks = problem.pp - stage
         rounds = -(-problem.num_microbatches // ranks)
         cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
-        around_s = self._time[at] + self._ways * stage * self._message_s
-        return around_s + rounds * cycle_s + self._least_states.update[n] / problem.pp <= step_s
+        around_s = self._sums.time[at] + self._ways * stage * self._message_s
+        return around_s + rounds * cycle_s + self._least.update[n] / problem.pp <= step_s
 
     def _furthest(self, at: int, stage: int, step_s: float, guess: int) -> int:
         """End of the longest run from ``at`` on that fits."""
@@ -422,8 +364,3 @@ def _slopes(points: Sequence[tuple[float, int]]) -> Iterator[tuple[float, float,
         step = min(leaner, key=lambda row: (row[0], -row[2]))
         yield step
         at_s, at = at_s + step[1], at - step[2]
-
-
-def _prefix(values: Sequence[Number]) -> list[Number]:
-    """Sums of the first 0, 1, 2, ... values."""
-    return list(accumulate(values, initial=values[0] - values[0]))

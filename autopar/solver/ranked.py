@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.solver.block_costs import BlockTable, ParameterCost
 from autopar.solver.candidates import Shape
+from autopar.solver.chain_sums import Chain
 from autopar.solver.greedy_stages import needed_bytes
 from autopar.solver.schedule_choice import ChosenOrder
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
@@ -90,7 +92,7 @@ class Misfit:
 def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]:
     """Relaxed menus of a part of the samples: work and bytes shrink at most alike."""
     known: dict[str, BlockMenu] = {}
-    for menu in menus:
+    for menu in {m.key: m for m in menus}.values():
         if menu.key not in known:
             options = tuple(
                 replace(
@@ -107,8 +109,11 @@ def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]
 
 
 def with_costs(
-    menus: tuple[BlockMenu, ...], costs: list[ParameterCost], reduces: int, num_reduces: int = 1
-) -> tuple[BlockMenu, ...]:
+    menus: Sequence[BlockMenu],
+    costs: Sequence[ParameterCost],
+    reduces: int,
+    num_reduces: int = 1,
+) -> Chain:
     """Menus with what their blocks' parameters cost.
 
     Args:
@@ -117,10 +122,11 @@ def with_costs(
         reduces: How often the costs' seconds of reducing are taken.
         num_reduces: Reductions of gradients per step.
     """
-    found: list[BlockMenu] = []
     keys: dict[object, str] = {}
     known: dict[object, BlockMenu] = {}
-    for menu, cost in zip(menus, costs, strict=True):
+    by_object: dict[tuple[int, int], BlockMenu] = {}  # equal blocks share both as a rule
+
+    def made(menu: BlockMenu, cost: ParameterCost) -> BlockMenu:
         row = (
             menu.key,
             cost.state_bytes,
@@ -129,11 +135,10 @@ def with_costs(
             cost.update_s,
             cost.other_s,
         )
-        made = known.get(row)
-        if made is None:
+        if row not in known:
             reduce_s = reduces * cost.reduce_s
             step_s = cost.step_s - cost.reduce_s + reduce_s
-            made = known[row] = BlockMenu(
+            known[row] = BlockMenu(
                 key=keys.setdefault((menu.key, cost.state_bytes, step_s), str(len(keys))),
                 options=menu.options,
                 state_bytes=cost.state_bytes,
@@ -142,8 +147,13 @@ def with_costs(
                 reduce_s=reduce_s,
                 num_reduces=num_reduces,
             )
-        found.append(made)
-    return tuple(found)
+        return known[row]
+
+    pairs = list(zip(map(id, menus), map(id, costs), strict=True))
+    for pair, menu, cost in zip(pairs, menus, costs, strict=True):
+        if pair not in by_object:
+            by_object[pair] = made(menu, cost)
+    return Chain([by_object[pair] for pair in pairs])
 
 
 def in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:

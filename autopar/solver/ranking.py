@@ -9,55 +9,45 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 likewise.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from autopar.errors import InfeasibleError
-from autopar.plan.schedule import Alive
-from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
-from autopar.solver.greedy_stages import first_choice
+from autopar.solver.chain_sums import Chain
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recompute_blocks import BlockLocalizer
-from autopar.solver.recut import Recut, even_starts
+from autopar.solver.recut import Recut
 from autopar.solver.schedule_choice import (
-    alive_of,
     best_order,
-    flights,
     is_open_order,
     may_split_backward,
     plain_order,
 )
+from autopar.solver.shape_problems import ShapeProblems
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import (
-    BlockMenu,
-    StageProblem,
-    StageSolution,
-    least_memory_bytes,
-    memory_bytes,
-    surrogate_s,
-)
+from autopar.solver.stages_problem import StageProblem, least_memory_bytes
 from autopar.solver.state_forms import alike, useful
 
 Sizes = tuple[int, int, int]
-_Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 6
+EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LEAN = 1.02  # states within this of the least are as lean as can be
 
@@ -74,6 +64,7 @@ class Ranker:
         num_columns: Columns of the largest mixed-integer program.
         bodies: Work of micro-batches.
         tables: Menus of blocks.
+        problems: Cut problems.
     """
 
     analysis: Analysis
@@ -83,16 +74,15 @@ class Ranker:
     num_columns: int = 0
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
+    problems: ShapeProblems = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
-    _flights: dict[object, _Alive] = field(default_factory=dict)
-    _messages: dict[tuple[object, int], float] = field(default_factory=dict)
+    _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    _least: dict[object, tuple[BlockMenu, ...]] = field(default_factory=dict)
-    _forms: dict[object, tuple[tuple[BlockMenu, ...], ...]] = field(default_factory=dict)
+    _least: dict[object, Chain] = field(default_factory=dict)
+    _forms: dict[object, tuple[Chain, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
-    _pairs: dict[object, tuple[object, tuple[float, ...]]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,6 +97,7 @@ class Ranker:
             bodies = Bodies(self.analysis, localizer.spares)
             shared[key] = (bodies, BlockTables(self.analysis, localizer))
         self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
+        self.problems = ShapeProblems(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:
@@ -183,9 +174,7 @@ class Ranker:
         problem = self._relaxed_problem(shape, menus[0], body, share)
         return problem if len(menus) == 1 else replace(problem, forms=menus)
 
-    def _least_menus(
-        self, shape: Shape, level: int, body: Body, share: float
-    ) -> tuple[BlockMenu, ...]:
+    def _least_menus(self, shape: Shape, level: int, body: Body, share: float) -> Chain:
         """The least that blocks can cost at a level, kept for other shapes."""
         reduces = shape.num_microbatches if level >= 2 else 1
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
@@ -196,7 +185,7 @@ class Ranker:
         return self._least[key]
 
     def _relaxed_problem(
-        self, shape: Shape, menus: tuple[BlockMenu, ...], body: Body, share: float
+        self, shape: Shape, menus: Chain, body: Body, share: float
     ) -> StageProblem:
         boundary_bytes = body.boundary_bytes
         if share != 1:
@@ -206,7 +195,7 @@ class Ranker:
                     (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
             boundary_bytes = self._cut_bytes[cut]
-        return self.stage_problem(shape, menus, boundary_bytes, self.limit_bytes)
+        return self.problems.problem(shape, menus, boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -224,25 +213,65 @@ class Ranker:
         key = self._parameters_key(sizes, level, body)
         if key not in self._costs:
             problem = replace(self.parameters(sizes, level, body), num_reduces=1)
-            home = self.tables.home(body.structure)
-            costs = parameter_costs(self.analysis, body.structure, problem, None, home)
-            self._costs[key] = costs
+            owners = self.tables.owners(body.structure)
+            self._costs[key] = parameter_costs(problem, None, owners)
         return self._costs[key]
+
+    def outlook_s(self, shape: Shape, best_s: float) -> float:
+        """Seconds of the plan that a shape is likely to have; infinite if none seems to fit.
+
+        Greedy cuts of relaxed menus, whose work is that of the best splits. It is no bound: other
+        cuts may be better, and what the splits choose may be worse.
+
+        Args:
+            shape: The shape.
+            best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
+        """
+        found = self._outlooks[shape] = dict[int, float]()
+        body = self.bodies.body(shape.sizes)
+        self.bodies.solved(body)
+        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
+        more = max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
+        for level in self.analysis.zero_levels(shape.mesh.dp):
+            problem = self._relaxed(shape, level, body)
+            if not self._pipeline(shape, problem, body.floor).may_beat(NEAR * best_s):
+                continue
+            stages = self.problems.first_stages(problem)
+            if stages is None:
+                continue
+            found[level] = more * stages.objective_s
+            if found[level] <= best_s:
+                order = best_order(
+                    shape.schedule, shape.warmup, shape.mesh, problem, stages,
+                    self.analysis.constraints,
+                )  # fmt: skip
+                found[level] = more * order.time_s
+            menus = zip(problem.blocks, stages.options, strict=True)
+            if all(option == 0 for _, option in menus):
+                break  # memory does not bind: leaner levels only cost time
+        return min(found.values(), default=math.inf)
+
+    def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
+        """ZeRO levels that are worth working out beside a plan that is known."""
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        outlooks = self._outlooks.get(shape)
+        if outlooks is None or math.isinf(best_s):
+            return levels
+        near_s = NEAR * max(best_s, min(outlooks.values(), default=math.inf))
+        return tuple(level for level in levels if outlooks.get(level, math.inf) <= near_s)
 
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
         body = self.bodies.body(shape.sizes)
-        return min(
-            least_memory_bytes(self._relaxed(shape, level, body))
-            for level in self.analysis.zero_levels(shape.mesh.dp)
-        )
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        return min(least_memory_bytes(self._relaxed(shape, level, body)) for level in levels)
 
     def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
         """A lower bound of the estimate of a shape under its splits, as sharp as ``enough_s``."""
         shape, problem = ranked.shape, ranked.stage_problem
         if is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             shape = replace(shape, schedule=ScheduleKind.ONE_F_ONE_B, warmup=None)
-            alive, together = self._alive(shape)  # what the leanest of its orders holds
+            alive, together = self.problems.alive(shape)  # what the leanest of its orders holds
             kind = shape.schedule
             problem = replace(problem, schedule=kind, in_flight=alive, together=together)
         return self._orders(shape, problem).least_s(enough_s)
@@ -295,7 +324,7 @@ class Ranker:
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be another than the real one.
-            levels: ZeRO levels to try; all if left out.
+            levels: ZeRO levels to try; all that are hopeful if left out.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
 
         Returns:
@@ -308,7 +337,7 @@ class Ranker:
         found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
-        for level in levels or self.analysis.zero_levels(shape.mesh.dp):
+        for level in levels or self._hopeful(shape, best_s):
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
@@ -386,10 +415,10 @@ class Ranker:
         Menus are made only where least work and the splits' own parameters leave hope.
         """
         if not math.isinf(best_s):
-            home = self.tables.home(body.structure)
-            costs = parameter_costs(self.analysis, body.structure, parameters, chosen.options, home)
+            owners = self.tables.owners(body.structure)
+            costs = parameter_costs(parameters, chosen.options, owners)
             menus = with_costs(body.least, costs, 1, parameters.num_reduces)
-            least = self.stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            least = self.problems.problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
@@ -474,13 +503,13 @@ class Ranker:
         *,
         best_s: float = math.inf,
     ) -> Ranked | Misfit | None:
-        stage_problem = self.stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        stage_problem = self.problems.problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         if not math.isinf(best_s):
             bound = self._pipeline(shape, stage_problem)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, stage_problem)
-        stages = self._stages(stage_problem)
+        stages = self.problems.first_stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
         ranked = Ranked(
@@ -518,78 +547,3 @@ class Ranker:
         found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
         plain = in_order(ranked, found)
         return None if plain.shape == shape else plain
-
-    # -- stages --------------------------------------------------------------------------------
-    def stage_problem(
-        self,
-        shape: Shape,
-        menus: tuple[BlockMenu, ...],
-        boundary_bytes: tuple[tuple[int, int], ...],
-        limit_bytes: int,
-    ) -> StageProblem:
-        """The cut problem of a shape under given splits."""
-        mesh, count = shape.mesh, shape.num_microbatches
-        boundary_s = (0.0,) * len(boundary_bytes)
-        if mesh.pp > 1:
-            key = (id(boundary_bytes), self.analysis.slowest_group(mesh, "pp"))
-            if key not in self._pairs:  # the bytes too, so that their identity stays theirs
-                known = {
-                    pair: sum(self._message_s(mesh, b) for b in pair) / 2
-                    for pair in set(boundary_bytes)
-                }
-                self._pairs[key] = (boundary_bytes, tuple(known[p] for p in boundary_bytes))
-            boundary_s = self._pairs[key][1]
-        in_flight, together = self._alive(shape)
-        return StageProblem(
-            blocks=menus,
-            boundary_s=boundary_s,
-            pp=mesh.pp,
-            virtual=mesh.virtual,
-            num_microbatches=count,
-            schedule=shape.schedule,
-            in_flight=in_flight,
-            limit_bytes=limit_bytes,
-            fixed_starts=self.analysis.boundary_starts,
-            placement=mesh.placement,
-            together=together,
-        )
-
-    def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
-        ends = self.analysis.slowest_group(mesh, "pp")
-        key = (ends, num_bytes)
-        if key not in self._messages:
-            model = self.analysis.model
-            self._messages[key] = model.collective_time_s("p2p", num_bytes, ends)
-        return self._messages[key]
-
-    def _alive(self, shape: Shape) -> _Alive:
-        """Micro-batches alive per stage, and together per rank."""
-        mesh, kind, warmup = shape.mesh, shape.schedule, shape.warmup
-        key = (kind, replace(mesh, dp=1, tp=1), warmup, shape.num_microbatches)
-        if key not in self._flights:
-            count = shape.num_microbatches
-            self._flights[key] = (
-                flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
-            )  # fmt: skip
-        return self._flights[key]
-
-    def _stages(self, problem: StageProblem) -> StageSolution | None:
-        if problem.fixed_starts is not None:
-            self.num_stage_solves += 1
-            return solve_stages(problem)
-        if len(problem.blocks) < problem.num_stages:
-            return None
-        found = first_choice(problem)
-        if found is None and problem.virtual > 1:
-            return Recut(problem, max_trials=1).improved(even_starts(problem))
-        if found is None:
-            return None
-        starts, options = found
-        return StageSolution(
-            starts=starts,
-            options=options,
-            objective_s=surrogate_s(problem, starts, options),
-            bound_s=0.0,
-            memory_bytes=memory_bytes(problem, starts, options),
-            is_optimal=False,
-        )

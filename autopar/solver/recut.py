@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.plan.orders import order_of
-from autopar.solver.greedy_stages import ExchangeStep, exchange_steps
+from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
 from autopar.solver.schedule_choice import sampled_counts
 from autopar.solver.stages_problem import (
     StageProblem,
@@ -60,6 +60,7 @@ class Recut:
 
     problem: StageProblem
     max_trials: int = MAX_TRIALS
+    _sums: ChainSums = field(init=False)
     _kind: list[int] = field(init=False)
     _menus: list[int] = field(init=False)
     _steps: list[ExchangeStep] = field(init=False)
@@ -70,14 +71,10 @@ class Recut:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        kinds: dict[str, int] = {}
-        self._kind = [kinds.setdefault(b.key, len(kinds)) for b in problem.blocks]
-        self._menus = [self._kind.index(k) for k in range(len(kinds))]  # a block of each kind
-        self._first, self._steps = exchange_steps([problem.blocks[i].options for i in self._menus])
-        self._counts = [[0] for _ in kinds]
-        for kind in self._kind:
-            for k, row in enumerate(self._counts):
-                row.append(row[-1] + (k == kind))
+        sums = self._sums = sums_of(problem.blocks)
+        self._kind, self._counts = sums.kind, sums.counts
+        self._menus = sums.first  # a block of each kind
+        self._first, self._steps = sums.start, sums.steps
         each = any(b.num_reduces > 1 for b in problem.blocks)
         self._graphs = [
             (
@@ -177,7 +174,7 @@ class Recut:
                 picks[s] = row
         seconds = self._seconds(starts, picks)
         time_s = sum(weight * graph.end_s(seconds) for weight, graph in self._graphs)
-        update = [sum(self.problem.blocks[i].update_s for i in range(*run)) for run in runs]
+        update = [self._sums.update[high] - self._sums.update[low] for low, high in runs]
         ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
         return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))
 
@@ -186,7 +183,7 @@ class Recut:
         problem = self.problem
         stages = problem.stages_of(device)
         picks: _Picks = []
-        state = sum(problem.blocks[i].state_bytes for low, high in runs for i in range(low, high))
+        state = sum(self._sums.state[high] - self._sums.state[low] for low, high in runs)
         for low, high in runs:
             row = [[0] * len(problem.blocks[i].options) for i in self._menus]
             for k, at in enumerate(self._first):
@@ -266,10 +263,11 @@ class Recut:
         weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]
         inputs = [b - w for b, w in zip(backward, weights, strict=True)]
         runs = bounds(starts, len(problem.blocks))
-        gather, reduce, each = (
-            [sum(getattr(problem.blocks[i], name) for i in range(*run)) for run in runs]
-            for name in ("gather_s", "reduce_s", "each_s")
+        gather, reduce = (
+            [row[high] - row[low] for low, high in runs]
+            for row in (self._sums.gather, self._sums.reduce)
         )
+        each = [sum(problem.blocks[i].each_s for i in range(*run)) for run in runs]
         reduce = [0.0 if e else r for r, e in zip(reduce, each, strict=True)]
         message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
         return [forward, backward, inputs, weights, gather, reduce, message, each]

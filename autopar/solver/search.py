@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shortfall
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
-from autopar.sharding.build import localize
+from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis
@@ -27,6 +27,7 @@ from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.given import with_degrees
+from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.ranked import Misfit, Ranked
@@ -86,6 +87,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
     time_limit_s: float | None = None,
     analysis: Analysis | None = None,
     gives_remedy: bool = True,
+    hints: Sequence[Constraints] = (),
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -101,12 +103,23 @@ def solve(  # noqa: PLR0913  the whole question in one call
         time_limit_s: Wall-clock guard; a search that it stops says so.
         analysis: Of the same graph, cluster, prices, constraints and optimizer, made before.
         gives_remedy: Whether a refusal looks for the memory that would be enough.
+        hints: Plans that people would set up, beyond the declared space too
+            (:mod:`autopar.solver.hints`).
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
         InfeasibleError: Nothing fits; the shortfalls name the limit, both numbers and the remedy.
     """
-    return _Search(
+
+    def ask(wish: Constraints) -> Plan:
+        known = analysis or Analysis(graph, cluster, cost_model, constraints, optimizer)
+        return solve(
+            graph, model_hash, cluster, constraints=wish, optimizer=optimizer,
+            memory_limit_bytes=memory_limit_bytes, cost_model=cost_model, progress=progress,
+            time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
+        )[0]  # fmt: skip
+
+    plan, stats = _Search(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -119,6 +132,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     ).run()
+    return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
 def _silent(_: str) -> None:
@@ -145,6 +159,7 @@ class _Search:
     _analysis: Analysis = field(init=False)
     _ranker: Ranker = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
@@ -191,7 +206,7 @@ class _Search:
             )
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
-        self.stats.num_stage_solves = ranker.num_stage_solves
+        self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
         self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=verdicts,
@@ -243,6 +258,18 @@ class _Search:
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
+
+    def outlook_s(self, shape: Shape, best_s: float) -> float:
+        """Seconds of the plan that is likely to be found for a shape."""
+        try:
+            found = self._ranker.outlook_s(shape, best_s)
+        except (ShardingError, ConstraintError, InfeasibleError) as error:
+            self.errors.append(f"{shape}: {error}")
+            return inf
+        if found > best_s:
+            word = "does not seem to fit" if found == inf else f"likely {format_time(found)}"
+            self.progress(f"{shape}: {word}")
+        return found
 
     def open(self, shape: Shape, best_s: float) -> Ranked | None:
         """A good choice for a shape; None if it does not fit."""
@@ -338,7 +365,7 @@ class _Search:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures)
+        programs = localize(analysis.graph, decisions, analysis.signatures, self._bodies)
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)

@@ -105,7 +105,7 @@ def _forms(ranker: Ranker, ranked: Ranked, levels: Sequence[int]) -> Forms:
     """
     own = ranked.zero_level
     body = ranker.bodies.body(ranked.shape.sizes)
-    home = ranker.tables.home(body.structure)
+    owners = ranker.tables.owners(body.structure)
     options = ranked.splits.options
     found: Forms = {}
     for level in dict.fromkeys((own, *levels)):
@@ -117,7 +117,7 @@ def _forms(ranker: Ranker, ranked: Ranked, levels: Sequence[int]) -> Forms:
             ]
             if counts[0] != counts[1] or choice_terms_s(problem, options) is None:
                 continue
-        costs = parameter_costs(ranker.analysis, body.structure, problem, options, home)
+        costs = parameter_costs(problem, options, owners)
         found[level] = with_costs(ranked.table.menus, costs, 1, problem.num_reduces)
     return found
 

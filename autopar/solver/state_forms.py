@@ -11,10 +11,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
+from autopar.solver.chain_sums import Chain
 from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
 
 Menus = tuple[BlockMenu, ...]
+
+
+class Forms(tuple[Chain, ...]):
+    """Per form the menu of every block; keeps what is the least of all of them."""
+
+    @cached_property
+    def least(self) -> Chain:
+        """Blocks with the least that each part of their states costs in any form."""
+        known: dict[str, BlockMenu] = {}
+        blocks = []
+        for row in zip(*self, strict=True):
+            menu = known.get(row[0].key)
+            if menu is None:
+                parts = {
+                    name: min(getattr(b, name) for b in row)
+                    for name in ("state_bytes", "gather_s", "reduce_s")
+                }
+                step_s = parts["gather_s"] + parts["reduce_s"] + min(b.update_s for b in row)
+                menu = known[row[0].key] = replace(row[0], **parts, step_s=step_s, num_reduces=1)
+            blocks.append(menu)
+        return Chain(blocks)
+
+
+def least_of(problem: StageProblem) -> Sequence[BlockMenu]:
+    """The blocks of a problem with the least that their states cost in any form."""
+    if not problem.forms:
+        return problem.blocks
+    kept = problem.forms if isinstance(problem.forms, Forms) else Forms(map(Chain, problem.forms))
+    return kept.least
 
 
 def with_forms(problem: StageProblem, menus: Sequence[Menus]) -> StageProblem:
@@ -69,7 +100,7 @@ def resolved(problem: StageProblem, starts: Sequence[int], forms: Sequence[int])
             if is_mixed:  # equal blocks in different forms are not interchangeable
                 menu = known.setdefault((menu.key, form), replace(menu, key=f"{menu.key}/{form}"))
             blocks.append(menu)
-    return replace(problem, blocks=tuple(blocks), forms=(), given_forms=())
+    return replace(problem, blocks=Chain(blocks), forms=(), given_forms=())
 
 
 def leanest(problem: StageProblem) -> StageProblem:
@@ -81,7 +112,7 @@ def leanest(problem: StageProblem) -> StageProblem:
         known.setdefault(row[0].key, min(row, key=lambda menu: menu.state_bytes))
         for row in zip(*problem.forms, strict=True)
     ]
-    return replace(problem, blocks=tuple(blocks), forms=(), given_forms=())
+    return replace(problem, blocks=Chain(blocks), forms=(), given_forms=())
 
 
 def with_options(problem: StageProblem, menus: Menus) -> StageProblem:
@@ -93,10 +124,10 @@ def with_options(problem: StageProblem, menus: Menus) -> StageProblem:
         if key not in known:
             known[key] = replace(own, key=f"{other.key}:{own.key}", options=other.options)
         blocks.append(known[key])
-    return replace(problem, blocks=tuple(blocks))
+    return replace(problem, blocks=Chain(blocks))
 
 
-def alike(menus: Sequence[Menus]) -> tuple[Menus, ...]:
+def alike(menus: Sequence[Menus]) -> Forms:
     """The menus with keys that tell blocks apart which differ in any form."""
     keys: dict[tuple[str, ...], str] = {}
     made: dict[tuple[int, str], BlockMenu] = {}
@@ -107,7 +138,7 @@ def alike(menus: Sequence[Menus]) -> tuple[Menus, ...]:
             if (form, key) not in made:
                 made[form, key] = replace(menu, key=key)
             rows[form].append(made[form, key])
-    return tuple(map(tuple, rows))
+    return Forms(map(Chain, rows))
 
 
 def _covers(one: Menus, other: Menus) -> bool:

@@ -1,10 +1,17 @@
 """Chosen plans beside published ones: ``python -m tests.bench.published_plans --data FILE``.
 
 For every training run of a file in the form that ``cost_models.validate`` reads, the published
-plan is forced and a free search is run, on the same captured model, cluster, prices and simulator:
-the printed ratio is chosen over published predicted time, and must not exceed 1. ``--source``
-chooses sources (several times; the default is SC'21 table 1, Korthikanti et al. table 5 and
-torchtitan). Models are those of transformers (GPT-2 and Llama) at the published sizes, on meta.
+plan is forced and a free search is run, on the same captured model, cluster, prices and simulator.
+Two ratios are printed, each of chosen over published predicted time: that of the search alone, and
+that of the search with the published plans as hints (:mod:`autopar.solver.hints`), which must not
+exceed 1 where the published plan fits. ``--source`` chooses sources (several times; the default is
+SC'21 table 1, Korthikanti et al. table 5 and torchtitan), ``--only`` runs by their names. Models
+are those of transformers (GPT-2 and Llama) at the published sizes, on meta; small ones come first, and
+every row is printed when it is known.
+
+At the end: for each source how many runs there were and the worst ratios; and for all sweeps of the
+file (same model, devices and batch, several plans measured) what choosing by prediction loses, as
+``cost_models.validate`` finds it.
 
 What the solver's space does not have is said, never guessed: context parallelism is skipped;
 float8 runs are priced in bf16 and asynchronous tensor parallelism as the synchronous one, on both
@@ -16,10 +23,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from rich.console import Console
@@ -31,9 +39,12 @@ from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.plan.types import Plan, ScheduleKind
+from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import Constraints
+from autopar.solver.hints import with_hints
 from autopar.solver.search import solve
 from autopar.units import format_bytes, format_time
+from autopar.validation.engine import summaries, validate
 from autopar.validation.errors import SkipRecord
 from autopar.validation.hardware import cluster_of
 from autopar.validation.records import Kind, Layout, Recompute, Record, Shape, read_records
@@ -55,17 +66,26 @@ class Compared:
 
     Attributes:
         record: The run.
-        published: Its plan, forced.
-        chosen: The plan of the free search.
+        published: Its plan, forced, without a limit of memory.
+        fits: Whether that is within the limit of the machine.
+        searched: The plan of the free search.
+        chosen: The plan of the free search with hints.
     """
 
     record: Record
     published: Plan
+    fits: bool
+    searched: Plan
     chosen: Plan
 
     @property
+    def search_ratio(self) -> float:
+        """Predicted time of the search's plan over that of the published one."""
+        return self.searched.time_s / self.published.time_s
+
+    @property
     def ratio(self) -> float:
-        """Chosen over published predicted time."""
+        """The same with hints."""
         return self.chosen.time_s / self.published.time_s
 
 
@@ -125,17 +145,34 @@ def published_constraints(layout: Layout) -> Constraints:
     )
 
 
-def _solved(captured: Captured, cluster: Cluster, wish: Constraints, limit: int | None) -> Plan:
-    plan, _ = solve(
-        captured.graph,
-        captured.hash,
-        cluster,
-        constraints=wish,
-        optimizer="adamw",
-        memory_limit_bytes=limit,
-        cost_model=AnalyticCostModel(cluster),
-    )
-    return plan
+@dataclass(slots=True)
+class _Solver:
+    """Solves one captured model on one cluster; all its searches share what they find out."""
+
+    captured: Captured
+    cluster: Cluster
+    model: AnalyticCostModel = field(init=False)
+    analysis: Analysis = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = AnalyticCostModel(self.cluster)
+        self.analysis = Analysis(
+            self.captured.graph, self.cluster, self.model, Constraints(), "adamw"
+        )
+
+    def __call__(self, wish: Constraints, limit: int | None = None) -> Plan:
+        """The best plan under constraints and a limit of memory."""
+        plan, _ = solve(
+            self.captured.graph,
+            self.captured.hash,
+            self.cluster,
+            constraints=wish,
+            optimizer="adamw",
+            memory_limit_bytes=limit,
+            cost_model=self.model,
+            analysis=self.analysis.under(wish),
+        )
+        return plan
 
 
 def _captured(record: Record) -> Captured:
@@ -146,42 +183,60 @@ def _captured(record: Record) -> Captured:
     return capture(model_of(record.shape), kwargs=inputs, precision=precision)
 
 
-def compared(records: Iterable[Record], console: Console) -> list[Compared]:
-    """Published and chosen plans; runs of one model, machine and batch share the free search."""
-    found: list[Compared] = []
-    for key, group in groupby(sorted(records, key=_question), key=_question):
-        rows = list(group)
+def compared(records: Iterable[Record], told: Callable[[str], None]) -> Iterator[Compared]:
+    """Published and chosen plans; runs of one model, machine and batch share the free search.
+
+    Args:
+        records: The runs.
+        told: Called with lines of text.
+    """
+    problems: dict[str, list[Record]] = {}
+    for record in sorted(records, key=_size):
+        problems.setdefault(_question(record), []).append(record)
+    for key, rows in problems.items():
         wishes = {}
         for record in rows:
             try:
                 wishes[record.name] = published_constraints(record.layout)
             except SkipRecord as reason:
-                console.print(f"{record.name}: skipped, {reason}", highlight=False)
-        if not wishes:
+                told(f"{record.name}: skipped, {reason}")
+        if wishes:
+            yield from _problem(key, [r for r in rows if r.name in wishes], wishes, told)
+
+
+def _problem(
+    key: str, rows: list[Record], wishes: dict[str, Constraints], told: Callable[[str], None]
+) -> Iterator[Compared]:
+    begin_s = time.process_time()
+    captured, cluster = _captured(rows[0]), cluster_of(rows[0].machine)
+    capture_s = time.process_time() - begin_s
+    solved, limit = _Solver(captured, cluster), cluster.memory_bytes
+    begin_s = time.process_time()
+    searched = solved(Constraints())
+    told(
+        f"{key}: capture {capture_s:.0f} s, search {time.process_time() - begin_s:.0f} processor "
+        f"seconds, {format_time(searched.time_s)}, gap {searched.gap:.1%}"
+    )
+    forced: dict[str, Plan] = {}
+    for record in rows:
+        wish = wishes[record.name]
+        try:
+            if str(wish) not in forced:
+                forced[str(wish)] = solved(wish, UNLIMITED_BYTES)
+        except AutoparError as error:
+            told(f"{record.name}: skipped, {error}")
             continue
-        begin_s = time.monotonic()
-        captured = _captured(rows[0])
-        cluster = cluster_of(rows[0].machine)
-        capture_s = time.monotonic() - begin_s
-        chosen = _solved(captured, cluster, Constraints(), None)
-        console.print(
-            f"{key}: capture {capture_s:.0f} s, search "
-            f"{time.monotonic() - begin_s - capture_s:.0f} s",
-            highlight=False,
-        )
-        forced: dict[str, Plan] = {}
-        for record in rows:
-            wish = wishes.get(record.name)
-            if wish is None:
-                continue
-            try:
-                if str(wish) not in forced:
-                    forced[str(wish)] = _solved(captured, cluster, wish, UNLIMITED_BYTES)
-            except AutoparError as error:
-                console.print(f"{record.name}: skipped, {error}", highlight=False)
-                continue
-            found.append(Compared(record, forced[str(wish)], chosen))
-    return found
+        published = forced[str(wish)]
+        fits = published.peak_bytes <= limit
+        chosen = searched
+        if fits:  # under a limit that it meets the search for it ends no later
+            chosen = with_hints(searched, Constraints(), [wish], lambda _, p=published: p)
+        yield Compared(record, published, fits, searched, chosen)
+
+
+def _size(record: Record) -> tuple[float, int, str]:
+    shape = record.shape
+    return shape.layers * shape.hidden**2, record.machine.num_gpus, record.name
 
 
 def _question(record: Record) -> str:
@@ -192,20 +247,55 @@ def _question(record: Record) -> str:
     )
 
 
-def table_of(rows: Iterable[Compared], memory_limits: dict[str, int]) -> Table:
-    """One line per published plan."""
-    table = Table(title="chosen plans beside published ones")
-    for name in ("run", "published", "time", "peak", "chosen", "time", "peak", "ratio"):
+def line_of(row: Compared) -> str:
+    """One row for the eye."""
+    old, new = row.published, row.chosen
+    mark = "" if row.fits else ", too much"
+    return (
+        f"{row.record.name}: published {old.mesh} x {old.num_microbatches} "
+        f"{format_time(old.time_s)} ({format_bytes(old.peak_bytes)}{mark}); chosen {new.mesh} x "
+        f"{new.num_microbatches} {new.schedule} {format_time(new.time_s)} "
+        f"({format_bytes(new.peak_bytes)}); ratio {row.search_ratio:.4f}, with hints "
+        f"{row.ratio:.4f}"
+    )
+
+
+def table_of(rows: Iterable[Compared]) -> Table:
+    """Ratios by source."""
+    table = Table(title="chosen over published predicted time")
+    for name in ("source", "runs", "mean", "worst", "above 1", "worst with hints", "too much"):
         table.add_column(name)
+    by_source: dict[str, list[Compared]] = {}
     for row in rows:
-        old, new = row.published, row.chosen
-        limit = memory_limits[row.record.name]
-        mark = " (too much)" if old.peak_bytes > limit else ""
+        by_source.setdefault(row.record.source, []).append(row)
+    for source, own in by_source.items():
+        ratios = [row.search_ratio for row in own]
         table.add_row(
-            row.record.name, f"{old.mesh} x {old.num_microbatches}", format_time(old.time_s),
-            format_bytes(old.peak_bytes) + mark, f"{new.mesh} x {new.num_microbatches}",
-            format_time(new.time_s), format_bytes(new.peak_bytes), f"{row.ratio:.3f}",
+            source, str(len(own)), f"{fmean(ratios):.3f}", f"{max(ratios):.4f}",
+            str(sum(ratio > 1 + 1e-9 for ratio in ratios)),
+            f"{max(row.ratio for row in own):.4f}", str(sum(not row.fits for row in own)),
         )  # fmt: skip
+    return table
+
+
+def sweeps_of(data: Path) -> Table:
+    """What choosing among measured plans by prediction loses, by source."""
+    table = Table(title="sweeps with measurements: regret of the plan predicted fastest")
+    for name in ("source", "sweeps", "runs", "mean regret", "worst regret"):
+        table.add_column(name)
+    outcomes, skipped = validate(data)
+    everything = []
+    for one in summaries(outcomes, skipped):
+        regrets = [group.regret for group in one.groups]
+        everything += regrets
+        if regrets:
+            table.add_row(
+                one.source, str(len(regrets)), str(sum(g.count for g in one.groups)),
+                f"{fmean(regrets):.1%}", f"{max(regrets):.1%}",
+            )  # fmt: skip
+    if everything:
+        words = (f"{fmean(everything):.1%}", f"{max(everything):.1%}")
+        table.add_row("all", str(len(everything)), "", *words)
     return table
 
 
@@ -214,23 +304,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--source", action="append")
+    parser.add_argument("--only", action="append", help="runs whose names fit a pattern")
     parser.add_argument("--limit", type=int, help="the first N runs of each source")
     options = parser.parse_args()
     records: list[Record] = []
     for source in options.source or SOURCES:
         every, _ = read_records(options.data, source=source)
         steps = [r for r in every if r.kind is Kind.STEP and not r.is_oom]
+        patterns = options.only or ["*"]
+        steps = [r for r in steps if any(fnmatchcase(r.name, p) for p in patterns)]
         records += steps[: options.limit]
     console = Console(file=sys.stdout, width=180)
-    rows = compared(records, console)
-    limits = {r.record.name: cluster_of(r.record.machine).memory_bytes for r in rows}
-    console.print(table_of(rows, limits))
-    worse = [r for r in rows if r.ratio > 1 + 1e-9]
-    console.print(
-        f"{len(rows)} published plans, the chosen one is slower than {len(worse)} of them"
-        + "".join(f"; {r.record.name} {r.ratio:.3f}" for r in worse),
-        highlight=False,
+
+    def told(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    rows: list[Compared] = []
+    for row in compared(records, told):
+        rows.append(row)
+        told(line_of(row))
+    console.print(table_of(rows))
+    worse = [r for r in rows if r.search_ratio > 1 + 1e-9]
+    told(
+        f"{len(rows)} published plans, the search alone is slower than {len(worse)} of them"
+        + "".join(f"; {r.record.name} {r.search_ratio:.4f}" for r in worse)
     )
+    console.print(sweeps_of(options.data))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from autopar.runtime.equivalence import verify_programs
 from autopar.sharding.build import localize
 from autopar.solver.analysis import Analysis
 from autopar.solver.candidates import Shape
+from autopar.solver.chain_sums import exchange_steps
 from autopar.solver.constraints import Constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.force import ProportionalCostModel
-from autopar.solver.greedy_stages import exchange_steps
 from autopar.solver.ranked import Ranked
 from autopar.solver.ranking import Ranker
 from autopar.solver.search import decisions_for
