@@ -42,6 +42,9 @@ class ConstraintOptions(TypedDict, total=False):
         sequence_parallel: True forces, False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch: another function of the
             batch, as gradient accumulation on one device.
+        offload: ``"never"`` (also if left out); ``"allowed"``: the optimizer's state is kept in
+            host memory where nothing fits otherwise; ``"optimizer"``: it is kept there. On GPUs
+            such a plan is made and shown, not run.
     """
 
     dp: int | None
@@ -58,6 +61,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch_statistics: bool
     expert_capacity: float | None
     warmup: Sequence[int] | None
+    offload: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ class UserConstraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: Sequence[int] | None = None
+    offload: str | None = None
 
     def for_solver(self) -> Constraints:
         """The same in the solver's type.
@@ -109,6 +114,7 @@ class UserConstraints:
             microbatch_statistics=self.microbatch_statistics,
             expert_capacity=self.expert_capacity,
             warmup=None if self.warmup is None else tuple(self.warmup),
+            offload=self.offload,
         )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     "dp", "tp", "pp", "virtual", "num_microbatches", "schedule", "sequence_parallel",
-    "microbatch_statistics", "expert_capacity",
+    "microbatch_statistics", "expert_capacity", "offload",
 )  # fmt: skip
 
 

@@ -144,6 +144,9 @@ def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     )  # fmt: skip
     fixed.add_argument("--microbatch-statistics", action="store_true", default=None)
     fixed.add_argument("--expert-capacity", type=float, metavar="SHARES")
+    fixed.add_argument(
+        "--offload", metavar="WORD", help="never, allowed; optimizer: its state in host memory"
+    )
 
 
 def _report(found: Commands[argparse.ArgumentParser]) -> None:

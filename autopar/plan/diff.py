@@ -120,6 +120,12 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
+def _state_places(before: Plan, after: Plan) -> tuple[str, str]:
+    """Where the optimizer's state is kept."""
+    first, second = ("host memory" if p.offload else "the devices" for p in (before, after))
+    return first, second
+
+
 def _changes(rows: Iterable[tuple[str, object, object]]) -> list[Change]:
     return [
         Change(what=what, before=str(old), after=str(new)) for what, old, new in rows if old != new
@@ -141,6 +147,7 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
             ("schedule", before.schedule.value, after.schedule.value),
             ("warm-up", _warmup(before), _warmup(after)),
             ("optimizer", before.optimizer, after.optimizer),
+            ("optimizer state", *_state_places(before, after)),
             ("precision", before.precision or "the model's", after.precision or "the model's"),
             (
                 "memory limit",

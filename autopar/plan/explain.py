@@ -149,7 +149,8 @@ def plan_name(plan: Plan) -> str:
     levels = [stage.zero_level for stage in plan.stages]
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"
-    return candidate_name(plan.mesh, plan.num_microbatches, plan.schedule.value, levels, recompute)
+    name = candidate_name(plan.mesh, plan.num_microbatches, plan.schedule.value, levels, recompute)
+    return f"{name}, optimizer state in host memory" if plan.offload else name
 
 
 def largest_parts(memory: MemoryParts) -> str:

@@ -43,9 +43,10 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "cost_per_step": (None, 4),
         "cost_bound": (None, 4),
         "cost_limit": (None, 4),
+        "offload": ("", 5),
     },
     "MeshShape": {"placement": ("loop", 4)},
-    "TimeParts": {"weight_s": (0.0, 4)},
+    "TimeParts": {"weight_s": (0.0, 4), "copy_s": (0.0, 5)},
     "Candidate": {"terms": (None, 4), "warmup": (None, 4), "zero_levels": ([], 5)},
 }
 """Record -> fields that came later: their value in older files, and the first version."""

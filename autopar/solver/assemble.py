@@ -114,6 +114,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         peak_at=winner.figures.peak_at,
         memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
+        offload="optimizer" if analysis.offloads else "",
         constraints=_constraints(analysis, defaults),
         runners_up=_runners_up(winner, field),
         unruled=_unruled(analysis),
@@ -121,6 +122,16 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         provenance={"prices": analysis.model.source, "splits": winner.ranked.splits.status},
         links=link_words(analysis.cluster, shape.mesh),
     )
+
+
+def as_allowed(plan: Plan) -> Plan:
+    """A plan with the optimizer's state in host memory, where the user allowed that."""
+    given = tuple(
+        replace(item, value="allowed") if item.name == "offload" else item
+        for item in plan.constraints
+    )
+    note = "the optimizer's state is kept in host memory: with it on the devices nothing fits"
+    return replace(plan, constraints=given, assumptions=(*plan.assumptions, note))
 
 
 def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:

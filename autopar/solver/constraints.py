@@ -22,6 +22,7 @@ from autopar.sharding.routing import ROUTE
 _OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
 ZERO_LEVELS = (0, 1, 2, 3)
+OFFLOAD_WORDS = ("never", "allowed", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Constraints:
             False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
+        offload: ``"never"``; ``"allowed"``, the optimizer's state is kept in host memory where
+            nothing fits otherwise; ``"optimizer"``, it is kept there. None is never.
     """
 
     dp: int | None = None
@@ -63,6 +66,7 @@ class Constraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: tuple[int, ...] | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
@@ -72,6 +76,10 @@ class Constraints:
                     f"constraint {name}={value}: the least is 1; leave it out for any"
                 )
         self._check_zero()
+        if self.offload is not None and self.offload not in OFFLOAD_WORDS:
+            raise ConstraintError(
+                f"constraint offload={self.offload!r}: must be one of {', '.join(OFFLOAD_WORDS)}"
+            )
         if self.expert_capacity is not None and self.expert_capacity < 1:
             raise ConstraintError(
                 f"constraint expert_capacity={self.expert_capacity}: the least is 1, room for an "
@@ -414,6 +422,7 @@ def applied_constraints(
         "schedule": "order of forwards and backwards",
         "warmup": "forwards before the first backward, by pipeline rank",
         "zero": "ZeRO level of every stage",
+        "offload": "whether the optimizer's state is kept in host memory",
         "sequence_parallel": "norms on shards of the sequence",
         "expert_capacity": "rows that a rank has room for where experts are split, in even shares",
     }

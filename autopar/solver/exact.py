@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Graph, OutputKind
+from autopar.ir.graph import Graph, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
+from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, StagePrograms
 from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
@@ -23,7 +24,9 @@ from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
 from cost_models.local import is_cpu
+from cost_models.memory import optimizer_state_bytes
 from cost_models.memory_timeline import MemoryPoint, StageMemory, memory_timelines, order_timeline
+from cost_models.offload import offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -90,6 +93,7 @@ class Setting:
         optimizer: For the bytes of its state.
         optimizer_s_per_byte: Seconds of its step per byte of stored parameter.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
+        offloads: Whether the optimizer's state is kept in host memory.
     """
 
     cluster: Cluster
@@ -101,6 +105,7 @@ class Setting:
     optimizer: str
     optimizer_s_per_byte: float
     warmup: tuple[int, ...] | None = None
+    offloads: bool = False
 
     def groups(self) -> dict[str, Sequence[int]]:
         """Slowest group along each axis in space."""
@@ -304,6 +309,8 @@ def _stage(
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]
     update_s = _update_seconds(programs, stage.index, setting)
+    states = _state_bytes(programs, stage.index, setting)
+    copy_s = sum(states) * offload_s_per_byte(setting.cluster) if setting.offloads else 0.0
     tied_s = _tied_seconds(programs, stage.index, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,
@@ -327,6 +334,9 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
+    if setting.offloads and not is_cpu(setting.cluster):
+        here = resident_bytes(held.optimizer_bytes, max(states, default=0))
+        held = replace(held, optimizer_bytes=here)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -335,8 +345,9 @@ def _stage(
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
-            optimizer_s=update_s,
+            optimizer_s=update_s + copy_s,
             weight_s=weight_s,
+            copy_s=copy_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
@@ -353,6 +364,17 @@ def _stage(
     return figures, seconds, finish.total_s
 
 
+def _state_bytes(programs: LocalPrograms, stage: int, setting: Setting) -> list[int]:
+    """Bytes of optimizer state on one device, by parameter that a stage owns and trains."""
+    found = []
+    for param in programs.params.values():
+        if param.owner == stage and param.requires_grad:
+            shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
+            meta = TensorMeta(shape, param.meta.dtype)
+            found.append(optimizer_state_bytes(setting.optimizer, meta))
+    return found
+
+
 def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
     """Seconds of the optimizer's step over the parameters that a stage owns."""
     owned = [p for p in programs.params.values() if p.owner == stage]
@@ -361,7 +383,9 @@ def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> fl
     update_s: float | None = None
     if isinstance(setting.model, HostCosts):
         update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
-    return updated_bytes * setting.optimizer_s_per_byte if update_s is None else update_s
+    if update_s is not None:
+        return update_s
+    return updated_bytes * setting.optimizer_s_per_byte
 
 
 def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:

@@ -87,6 +87,8 @@ def constraints_of(applied: Iterable[AppliedConstraint]) -> Constraints:
                 found["boundaries"] = tuple(value.split(", "))
             elif name in ("sequence_parallel", "microbatch_statistics"):
                 found[name] = {"True": True, "False": False}[value]
+            elif name == "offload":
+                found[name] = value
             elif name == "expert_capacity":
                 found[name] = float(value)
             else:

@@ -21,8 +21,8 @@ from autopar.plan.types import Plan
 from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
-from autopar.solver.analysis import Analysis
-from autopar.solver.assemble import Field, Outcome, assemble_plan
+from autopar.solver.analysis import Analysis, optimizer_s_per_byte
+from autopar.solver.assemble import Field, Outcome, as_allowed, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
@@ -37,6 +37,7 @@ from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
+from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    plan, stats = _Search(
+    search = _Search(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -131,7 +132,14 @@ def solve(  # noqa: PLR0913  the whole question in one call
         time_limit_s=time_limit_s,
         analysis=analysis,
         gives_remedy=gives_remedy,
-    ).run()
+    )
+    try:
+        plan, stats = search.run()
+    except InfeasibleError:
+        if constraints.offload != "allowed" or offload_fault(cluster):
+            raise
+        plan = as_allowed(ask(replace(constraints, offload="optimizer")))
+        return plan, search.stats
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -381,8 +389,9 @@ class _Search:
             num_microbatches=ranked.shape.num_microbatches,
             zero_levels=decisions.zero_levels,
             optimizer=analysis.optimizer,
-            optimizer_s_per_byte=analysis.optimizer_s_per_byte,
+            optimizer_s_per_byte=optimizer_s_per_byte(analysis.model, analysis.optimizer),
             warmup=ranked.shape.warmup,
+            offloads=analysis.offloads,
         )
         figures = exact_figures(programs, setting)
         fits = figures.peak_bytes <= self.limit_bytes
