@@ -18,10 +18,7 @@ CHUNK_BYTES = 1 << 26  # of state on the device at once, or that of the largest 
 
 
 def offload_fault(cluster: Cluster) -> str:
-    """Why optimizer state of a cluster's devices can't be priced in host memory; "" if it can.
-
-    A CPU's state is in host memory as it is: nothing moves and nothing is gained.
-    """
+    """Why optimizer state of a cluster's devices can't be priced in host memory; "" if it can."""
     for machine in cluster.machines:
         device = machine.device
         if device.kind is not DeviceKind.CPU and not device.host_link_bytes_per_s:
@@ -35,25 +32,28 @@ def offload_fault(cluster: Cluster) -> str:
 def offload_s_per_byte(cluster: Cluster) -> float:
     """Seconds per byte of state that is brought and taken back, on the slowest device.
 
+    On CPUs, which have nothing to gain, a copy reads and writes the one memory that there is.
+
     Raises:
         ConstraintError: A device has no figure for its link to the host.
     """
     fault = offload_fault(cluster)
     if fault:
         raise ConstraintError(f"constraint offload='optimizer': {fault}")
-    rates = [
-        m.device.host_link_bytes_per_s
-        for m in cluster.machines
-        if m.device.kind is not DeviceKind.CPU
-    ]
-    return 2 / min(rates) if rates else 0.0
+    devices = [machine.device for machine in cluster.machines]
+    return 2 / min(
+        d.memory_bandwidth_bytes_per_s / 2 if d.kind is DeviceKind.CPU else d.host_link_bytes_per_s
+        for d in devices
+    )
 
 
-def resident_bytes(state_bytes: int, largest_bytes: int) -> int:
-    """Bytes of optimizer state that are on a device at once.
+def resident_bytes(state_bytes: int, largest_bytes: int, *, is_cpu: bool = False) -> int:
+    """Bytes that optimizer state in host memory takes of a device's memory.
 
     Args:
         state_bytes: Of all its parameters.
         largest_bytes: Of the parameter with most.
+        is_cpu: Whether the host's memory is that of the device.
     """
-    return min(state_bytes, max(CHUNK_BYTES, largest_bytes))
+    chunk_bytes = min(state_bytes, max(CHUNK_BYTES, largest_bytes))
+    return chunk_bytes + (state_bytes if is_cpu else 0)

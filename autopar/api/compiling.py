@@ -38,7 +38,7 @@ from autopar.capture.calls import ModelCall, bind_call
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster, parse_devices
 from autopar.errors import ConfigError, PlanError, ShardingError
-from autopar.plan.decisions import refuse_offload, refuse_pipelines
+from autopar.plan.decisions import refuse_pipelines
 from autopar.plan.io import load_plan
 from autopar.plan.types import Plan
 from autopar.report.text import render_plan
@@ -498,7 +498,6 @@ def _launch(
         given=order.plan, wishes=order.wishes(),
     )  # fmt: skip
     refuse_pipelines(plan)
-    refuse_offload(plan, place.device.type)
     return start_session(
         model, call, captured, plan,
         options=order.run, place=place, guard=guard, given=order.given, watch=post.watch,

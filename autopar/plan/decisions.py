@@ -54,24 +54,6 @@ def refuse_pipelines(plan: Plan) -> None:
     )
 
 
-def refuse_offload(plan: Plan, device: str) -> None:
-    """Raise if a plan keeps in host memory what a run would keep on the device.
-
-    Args:
-        plan: The plan.
-        device: Type of the devices that it is to run on, such as ``"cuda"``.
-
-    Raises:
-        PlanError: State is to be in host memory, and the devices have a memory of their own.
-    """
-    if plan.offload and device != "cpu":
-        raise PlanError(
-            f"the plan for {plan.cluster} keeps the state of {plan.optimizer} in host memory, "
-            f"which can be planned, saved and shown, but not run on {device} devices: plan with "
-            "offload='never', with ZeRO over more data ranks, or with an optimizer that keeps less"
-        )
-
-
 def decisions_of(
     plan: Plan, graph: Graph, *, gather_outputs: frozenset[str] = frozenset()
 ) -> Decisions:

@@ -334,8 +334,8 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
-    if setting.offloads and not is_cpu(setting.cluster):
-        here = resident_bytes(held.optimizer_bytes, max(states, default=0))
+    if setting.offloads:
+        here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
         held = replace(held, optimizer_bytes=here)
     figures = StageFigures(
         time=TimeParts(

@@ -37,6 +37,7 @@ from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
+from cost_models.local import is_cpu
 from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
     try:
         plan, stats = search.run()
     except InfeasibleError:
-        if constraints.offload != "allowed" or offload_fault(cluster):
+        if constraints.offload != "allowed" or is_cpu(cluster) or offload_fault(cluster):
             raise
         plan = as_allowed(ask(replace(constraints, offload="optimizer")))
         return plan, search.stats

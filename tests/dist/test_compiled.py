@@ -26,7 +26,9 @@ def run_case(world_size: int, *args: str) -> None:
         pytest.param(("4", "gpt2", 2, 1, 2, 1, 2, 0), id="gpt2-pp2-tp2"),
         pytest.param(("4", "llama", 2, 2, 1, 1, 2, 2, 1), id="llama-pp2-dp2-zero2-and-1"),
         pytest.param(
-            ("4", "gpt2", 2, 2, 1, 1, 2, 2, 0), id="gpt2-pp2-dp2-zero2-and-0", marks=pytest.mark.slow
+            ("4", "gpt2", 2, 2, 1, 1, 2, 2, 0),
+            id="gpt2-pp2-dp2-zero2-and-0",
+            marks=pytest.mark.slow,
         ),
         pytest.param(("2", "t5", 1, 2, 1, 1, 2, 1), id="t5-dp2-zero1"),
         pytest.param(("2", "bert", 1, 1, 2, 1, 1, 0), id="bert-tp2"),
@@ -51,6 +53,7 @@ def test_training_equals_one_device(numbers):
         "weights",
         "criterion",
         "half",
+        "host_state",
     ],
 )
 def test_two_ranks(case):
