@@ -377,6 +377,8 @@ class Ranker:
         )
         if states <= LEAN * least:
             return misfit  # no splits have smaller states
+        if not math.isinf(best_s) and not self._may_fit(misfit, relaxed.blocks):
+            return misfit
         bound = self._pipeline(shape, relaxed, body.floor)
         if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
             return misfit
@@ -399,6 +401,13 @@ class Ranker:
         parameters = self.parameters(shape.sizes, level, body)
         found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
         return misfit if found is None else found
+
+    def _may_fit(self, misfit: Misfit, relaxed: Sequence[BlockMenu]) -> bool:
+        """Whether a misfit would fit with states as lean as can be, and all else as it is."""
+        pairs = zip(misfit.problem.blocks, relaxed, strict=True)
+        blocks = [replace(b, key=f"{b.key} {r.key}", state_bytes=r.state_bytes) for b, r in pairs]
+        lean = replace(misfit.problem, blocks=Chain(blocks))
+        return self.problems.first_stages(lean) is not None
 
     def _with_splits(
         self,
