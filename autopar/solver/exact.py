@@ -309,8 +309,6 @@ def _stage(
     finish = price(stage.finish, "once per step", 1)
     own = [p for p in programs.params.values() if stage.index in p.stages]
     update_s = _update_seconds(programs, stage.index, setting)
-    states = _state_bytes(programs, stage.index, setting)
-    copy_s = sum(states) * offload_s_per_byte(setting.cluster) if setting.offloads else 0.0
     tied_s = _tied_seconds(programs, stage.index, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,
@@ -334,9 +332,7 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
-    if setting.offloads:
-        here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
-        held = replace(held, optimizer_bytes=here)
+    held, copy_s = _offloaded(held, programs, stage.index, setting)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -364,15 +360,21 @@ def _stage(
     return figures, seconds, finish.total_s
 
 
-def _state_bytes(programs: LocalPrograms, stage: int, setting: Setting) -> list[int]:
-    """Bytes of optimizer state on one device, by parameter that a stage owns and trains."""
-    found = []
+def _offloaded(
+    held: StageMemory, programs: LocalPrograms, stage: int, setting: Setting
+) -> tuple[StageMemory, float]:
+    """Bytes of a stage, and seconds of copies, with its optimizer's state where it is kept."""
+    if not setting.offloads:
+        return held, 0.0
+    states = []
     for param in programs.params.values():
         if param.owner == stage and param.requires_grad:
             shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
             meta = TensorMeta(shape, param.meta.dtype)
-            found.append(optimizer_state_bytes(setting.optimizer, meta))
-    return found
+            states.append(optimizer_state_bytes(setting.optimizer, meta))
+    here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
+    copy_s = sum(states) * offload_s_per_byte(setting.cluster)
+    return replace(held, optimizer_bytes=here), copy_s
 
 
 def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:

@@ -43,7 +43,7 @@ from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import StageProblem, least_memory_bytes
+from autopar.solver.stages_problem import BlockMenu, StageProblem, least_memory_bytes
 from autopar.solver.state_forms import alike, useful
 
 Sizes = tuple[int, int, int]

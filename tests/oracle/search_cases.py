@@ -107,6 +107,10 @@ class ChainSpace:
             solved = solve_stages(shape)
         return None if solved is None else self._found(shape, solved)
 
+    def outlook_s(self, shape: StageProblem, best_s: float) -> float:
+        found = self.open(shape, best_s)
+        return inf if found is None else found.estimate_s
+
     def _found(self, shape: StageProblem, solution: StageSolution) -> Found:
         return Found(shape, solution, simulated_s(shape.mesh, shape, solution))
 
