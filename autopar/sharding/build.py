@@ -38,8 +38,28 @@ from autopar.sharding.stages import StageDemand, StageMap, assign_stages, stage_
 EMPTY = Graph((), (), ())
 
 
+@dataclass(slots=True)
+class KeptBodies:
+    """Local operators of the last decisions: others that differ in what is made again share them.
+
+    Attributes:
+        decisions: The last ones, but for what is made again and how parameters rest.
+        layouts: Of all values.
+        bodies: By stage, of those that were localized.
+    """
+
+    decisions: Decisions | None = None
+    layouts: Layouts | None = None
+    bodies: dict[int, StageBody] = field(default_factory=dict)
+
+
 def localize(
-    graph: Graph, decisions: Decisions, signatures: Signatures, *, words: Words | None = None
+    graph: Graph,
+    decisions: Decisions,
+    signatures: Signatures,
+    kept: KeptBodies | None = None,
+    *,
+    words: Words | None = None,
 ) -> LocalPrograms:
     """The programs of every stage.
 
@@ -49,25 +69,30 @@ def localize(
         signatures: Named dims of every operator (:func:`signatures_of`).
         words: For programs that are priced, not run: stages that are alike then share those of
             the first of them, under its names (:mod:`autopar.sharding.alike`).
+        kept: What the last call for this graph with this argument has made, if that fits.
 
     Raises:
         ShardingError: The decisions don't fit the graph.
     """
     stage_map = assign_stages(graph, decisions.firsts)
     demands = stage_demands(graph, stage_map, decisions.gather_outputs)
-    layouts = Layouts.of(graph, decisions)
-    count = stage_map.num_stages
+    kept = kept or KeptBodies()
+    key = replace(decisions, recompute=frozenset(), zero_levels=())
+    if kept.decisions != key or kept.layouts is None:
+        kept.decisions, kept.layouts, kept.bodies = key, Layouts.of(graph, decisions), {}
+    layouts, count = kept.layouts, stage_map.num_stages
     alike = Likeness(tuple(range(count)), ({},) * count, ({},) * count)
     if words is not None:
         alike = likeness(layouts.inputs, decisions, stage_map, demands, words)
     bodies: list[StageBody] = []
-    for stage in range(count):
-        at = alike.of[stage]
-        if at == stage:
-            localizer = StageLocalizer(stage, layouts, signatures, stage_map)
-            bodies.append(localizer.run(demands[stage]))
-        else:
+    for stage, at in enumerate(alike.of):
+        if at != stage:
             bodies.append(alike.body(stage, bodies[at], demands[stage], stage_map))
+            continue
+        if stage not in kept.bodies:
+            localizer = StageLocalizer(stage, layouts, signatures, stage_map)
+            kept.bodies[stage] = localizer.run(demands[stage])
+        bodies.append(kept.bodies[stage])
     made = _Builder(graph, decisions, layouts, stage_map, demands, bodies, alike)
     return made.build(signatures)
 

@@ -38,12 +38,15 @@ from autopar.solver.splits_structure import (
     split_structure,
 )
 from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
+from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
+from cost_models.offload import offload_s_per_byte
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
 # Constraints that change blocks, data splits or split problems; all others only leave shapes out.
 _SHAPING = (
     "placements", "boundaries", "sequence_parallel", "expert_capacity", "microbatch_statistics",
+    "offload",
 )  # fmt: skip
 
 
@@ -142,7 +145,30 @@ class Analysis:
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
-        self.optimizer_s_per_byte = optimizer_s_per_byte(self.model, self.optimizer)
+        self.optimizer_s_per_byte = self._update_s_per_byte()
+
+    def _update_s_per_byte(self) -> float:
+        """Seconds of the optimizer's step per byte of stored parameter, copies of state included.
+
+        Raises:
+            ConstraintError: State is to be in host memory, and the way there has no figure.
+        """
+        found = optimizer_s_per_byte(self.model, self.optimizer)
+        if self.offloads:
+            probe = TensorMeta((PROBE_ELEMENTS,), "float32")
+            state = optimizer_state_bytes(self.optimizer, probe) / probe.bytes
+            found += state * offload_s_per_byte(self.cluster)
+        return found
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is kept in host memory."""
+        return self.constraints.offload == "optimizer" and self.trains
+
+    @property
+    def resident_optimizer(self) -> str:
+        """An optimizer that keeps as much on the device as this one does."""
+        return "none" if self.offloads and not is_cpu(self.cluster) else self.optimizer
 
     def under(self, constraints: Constraints) -> Analysis:
         """The same model and cluster under other constraints.
@@ -177,7 +203,7 @@ class Analysis:
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
         other._groups, other.shared, other._before = {}, {}, None
-        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
+        other.optimizer_s_per_byte = other._update_s_per_byte()
         if isinstance(model, Comparable) and model.prices_like(self.model):
             other._before = self
             rehomed = {
@@ -238,6 +264,25 @@ class Analysis:
     def trains(self) -> bool:
         """Whether there is a backward."""
         return any(o.kind is OutputKind.GRAD for o in self.graph.outputs)
+
+    @property
+    def stage_levels(self) -> tuple[int, ...]:
+        """ZeRO level of every stage if the user gave one for each."""
+        wish = self.constraints.zero
+        return wish if isinstance(wish, tuple) else ()
+
+    def zero_levels(self, dp: int) -> tuple[int, ...]:
+        """ZeRO levels that stages may have, fastest first.
+
+        Args:
+            dp: Data ranks.
+        """
+        wish = self.constraints.zero
+        if wish is not None:
+            return (wish,) if isinstance(wish, int) else tuple(dict.fromkeys(wish))
+        if not self.trains:  # there is only the parameters' own memory to spread
+            return (0, 3) if dp > 1 else (0,)
+        return (1, 0, 2, 3) if dp > 1 else (0,)
 
     @property
     def has_loss(self) -> bool:
@@ -372,7 +417,7 @@ class Analysis:
                 data=data,
                 axis_sizes=sizes,
                 zero_level=zero_level,
-                optimizer=self.optimizer,
+                optimizer=self.resident_optimizer,
                 batch_factors=self._batch_factors(),
                 fixed=self.fixed,
                 sequence_parallel=self.constraints.sequence_parallel,

@@ -126,7 +126,7 @@ class BlockTables:
         base = self._bases[key]
         costs = parameter_costs(parameters or problem, options, self.owners(structure))
         return BlockTable(
-            menus=_with_costs(base.menus, costs),
+            menus=_with_costs(base.menus, costs, (parameters or problem).num_reduces),
             boundary_bytes=base.boundary_bytes,
             recompute=base.recompute,
             sizes=sizes,
@@ -158,7 +158,9 @@ class BlockTables:
 
 
 def _with_costs(
-    rows: Sequence[tuple[object, tuple[Option, ...]]], costs: Sequence[ParameterCost]
+    rows: Sequence[tuple[object, tuple[Option, ...]]],
+    costs: Sequence[ParameterCost],
+    num_reduces: int,
 ) -> Chain:
     """Menus of blocks; those that share their row and their cost share one."""
     keys: dict[object, int] = {}
@@ -176,6 +178,7 @@ def _with_costs(
                 step_s=cost.step_s,
                 gather_s=cost.gather_s,
                 reduce_s=cost.reduce_s,
+                num_reduces=num_reduces,
             )
         menus.append(menu)
     return Chain(menus)

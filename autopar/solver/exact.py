@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Graph, OutputKind
+from autopar.ir.graph import Graph, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
+from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
@@ -23,7 +24,9 @@ from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
 from cost_models.local import is_cpu
+from cost_models.memory import optimizer_state_bytes
 from cost_models.memory_timeline import StageMemory, memory_timelines, order_peak
+from cost_models.offload import offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -90,6 +93,7 @@ class Setting:
         optimizer: For the bytes of its state.
         optimizer_s_per_byte: Seconds of its step per byte of stored parameter.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
+        offloads: Whether the optimizer's state is kept in host memory.
     """
 
     cluster: Cluster
@@ -101,6 +105,7 @@ class Setting:
     optimizer: str
     optimizer_s_per_byte: float
     warmup: tuple[int, ...] | None = None
+    offloads: bool = False
 
     def groups(self) -> dict[str, Sequence[int]]:
         """Slowest group along each axis in space."""
@@ -344,6 +349,7 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
+    held, copy_s = _offloaded(held, programs, stage.index, own, setting)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -352,8 +358,9 @@ def _stage(
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
-            optimizer_s=update_s,
+            optimizer_s=update_s + copy_s,
             weight_s=weight_s,
+            copy_s=copy_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
@@ -370,6 +377,27 @@ def _stage(
     return figures, seconds, finish.total_s
 
 
+def _offloaded(
+    held: StageMemory,
+    programs: LocalPrograms,
+    stage: int,
+    own: Sequence[ParamSpec],
+    setting: Setting,
+) -> tuple[StageMemory, float]:
+    """Bytes of a stage, and seconds of copies, with its optimizer's state where it is kept."""
+    if not setting.offloads:
+        return held, 0.0
+    states = []
+    for param in own:
+        if param.owner == stage and param.requires_grad:
+            shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
+            meta = TensorMeta(shape, param.meta.dtype)
+            states.append(optimizer_state_bytes(setting.optimizer, meta))
+    here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
+    copy_s = sum(states) * offload_s_per_byte(setting.cluster)
+    return replace(held, optimizer_bytes=here), copy_s
+
+
 def _update_seconds(
     programs: LocalPrograms, stage: int, own: Sequence[ParamSpec], setting: Setting
 ) -> float:
@@ -380,7 +408,9 @@ def _update_seconds(
     update_s: float | None = None
     if isinstance(setting.model, HostCosts):
         update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
-    return updated_bytes * setting.optimizer_s_per_byte if update_s is None else update_s
+    if update_s is not None:
+        return update_s
+    return updated_bytes * setting.optimizer_s_per_byte
 
 
 def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
@@ -396,13 +426,13 @@ def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
 
 def _tied_seconds(programs: LocalPrograms, own: Sequence[ParamSpec], setting: Setting) -> float:
     """Seconds of fetching (or returning) every tied weight of a stage."""
-    if setting.mesh.pp == 1:
+    tied = [p for p in own if len(p.stages) > 1]
+    if setting.mesh.pp == 1 or not tied:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")
     return sum(
         setting.model.collective_time_s("p2p", local_bytes(p.meta, p.storage, programs), ends)
-        for p in own
-        if len(p.stages) > 1
+        for p in tied
     )
 
 

@@ -24,7 +24,8 @@ from autopar.solver.stages_problem import (
 )
 
 BISECTIONS = 28
-PRECISION = 1e-7  # of the bisection, relative
+PRECISION = 1e-7  # of the bisection for a bound, relative
+CHOICE_PRECISION = 1e-4  # likewise, for a choice
 GROWTH = 0.02  # first step of the search for a time that is possible, relative
 ROUNDING = 1e-9
 NEEDED_PRECISION = 1e-2
@@ -296,6 +297,7 @@ def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
     if found is not None:
         return low, found
     step_s = GROWTH * low
+    precision = PRECISION if filler.fractional else CHOICE_PRECISION
     while low + step_s < high:  # the answer is near the mean as a rule
         found = filler.fill(low + step_s)
         if found is not None:
@@ -303,7 +305,7 @@ def _bisect(filler: StageFiller) -> tuple[float, list[int] | None]:
             break
         low, step_s = low + step_s, 2 * step_s
     for _ in range(BISECTIONS):
-        if high - low <= PRECISION * high:
+        if high - low <= precision * high:
             break
         middle = (low + high) / 2
         found = filler.fill(middle)

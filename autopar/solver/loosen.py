@@ -16,6 +16,7 @@ from autopar.solver.ranked import Ranked
 from autopar.solver.ranking import Ranker
 from autopar.solver.reopen import best_options, needed_bytes
 from autopar.solver.stages_problem import memory_bytes, surrogate_s
+from autopar.solver.state_forms import with_options
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least
@@ -27,7 +28,6 @@ def loosened(
     evaluate: Callable[[Ranked], Outcome],
     ranker: Ranker,
     limit_bytes: int,
-    tries: int = TRIES,
 ) -> Outcome:
     """The same shape with as little made again as the exact bytes allow.
 
@@ -36,7 +36,6 @@ def loosened(
         evaluate: Exact figures of a choice.
         ranker: Cuts stages.
         limit_bytes: Memory of a device.
-        tries: Choices that are evaluated, at most.
     """
     best = outcome
     if set(best.ranked.recompute_words) == {"none"} or all(
@@ -47,11 +46,11 @@ def loosened(
     fine = replace(
         best.ranked,
         table=table,
-        stage_problem=replace(best.ranked.stage_problem, blocks=table.menus),
+        stage_problem=with_options(best.ranked.stage_problem, table.menus),
     )
     step = int(limit_bytes * STEP)
     fits, exceeds, wide = 0, 0, limit_bytes
-    for _ in range(tries):
+    for _ in range(TRIES):
         found = _reopened(fine, ranker, wide)
         if found is None:
             return best

@@ -5,13 +5,16 @@ plan of a shape can be; it can open a shape (find a good plan and estimate it), 
 found, and judge a plan in the event simulator. The master decides the order:
 
 1. Shapes are taken in the order of their bounds; a bound is sharpened before its shape is opened.
-   When no bound left is better than the best estimate, opening ends. Shapes that people would set
-   up by hand go through this first, so that a limit of work never cuts them off.
+   When no bound left is better than the best estimate, opening ends. A shape whose outlook is worse
+   than what is known is set aside: what bounds leave open is seldom there to be found. Of those set
+   aside the ones that come near are opened in the end. Shapes that people would set up by hand go
+   through this first, so that a limit of work never cuts them off.
 2. The best are improved, and so is whatever keeps the model's own gap above a percent.
 3. The best few are judged. The fastest that fits wins; if none fits, opening goes on.
+4. The least bound is sharpened with the last effort, again and again, while that lifts it.
 
-``bound_s`` is the least bound over all shapes of the space: opened, not opened, or opened without
-finding anything that fits. No plan of the space is faster in the event simulator.
+``bound_s`` is the least bound over all shapes of the space: opened, set aside, not reached, or
+opened without finding anything that fits. No plan of the space is faster in the event simulator.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever th
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
 SLACK = 1e-9
-WORTH = 1.06  # a bound is not sharpened by more than this before the last effort
+MAX_SHARPENED = 400  # work limit: bounds of the last effort
+HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
 
 class Candidate(Protocol):
@@ -80,6 +84,15 @@ class Space(Protocol[S_contra, C, V_co]):
             shape: The shape.
             effort: From 0 to ``efforts - 1``.
             enough_s: A bound from here on need not be sharper.
+        """
+        ...
+
+    def outlook_s(self, shape: S_contra, best_s: float) -> float:
+        """Seconds of the plan that is likely to be found; a guess, infinite if none seems to fit.
+
+        Args:
+            shape: The shape.
+            best_s: Best estimate so far; an outlook above it may be any time above it.
         """
         ...
 
@@ -133,6 +146,18 @@ class _Opened(Generic[S, C]):
     is_by_hand: bool = False
 
 
+@dataclass(slots=True, order=True)
+class _Waiting(Generic[S]):
+    """A shape that is not opened: the least bound comes first, then what was taken first."""
+
+    bound_s: float
+    index: int
+    effort: int = field(compare=False)
+    shape: S = field(compare=False)
+    outlook_s: float = field(default=0.0, compare=False)
+    known_s: float = field(default=inf, compare=False)
+
+
 @dataclass(slots=True)
 class Master(Generic[S, C, V]):
     """One search.
@@ -151,10 +176,12 @@ class Master(Generic[S, C, V]):
     verdicts: list[V] = field(default_factory=list)
     num_opened: int = 0
     stopped_by: str = ""
-    _heap: list[tuple[float, int, int, S]] = field(default_factory=list)
+    _heap: list[_Waiting[S]] = field(default_factory=list)
+    _aside: list[_Waiting[S]] = field(default_factory=list)
     _opened: list[_Opened[S, C]] = field(default_factory=list)
-    _empty: list[tuple[float, int, S, float]] = field(default_factory=list)
+    _empty: list[_Waiting[S]] = field(default_factory=list)
     _num_shapes: int = 0
+    _num_sharpened: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
         """The best verdict that fits, None if nothing does.
@@ -178,7 +205,7 @@ class Master(Generic[S, C, V]):
             if fitting:
                 return min(fitting, key=lambda v: v.step_s)
             self._take_back()
-            if not self._heap or self.stopped_by:
+            if self.stopped_by or not self._heap:
                 self._judge(everything=True)
                 fitting = [v for v in self.verdicts if v.fits]
                 return min(fitting, key=lambda v: v.step_s, default=None)
@@ -187,19 +214,14 @@ class Master(Generic[S, C, V]):
     @property
     def bound_s(self) -> float:
         """The least bound over all shapes."""
-        waiting = [entry[0] for entry in self._heap]
-        empty = [entry[0] for entry in self._empty]
-        return min([*(o.bound_s for o in self._opened), *empty, *waiting], default=0.0)
+        waiting = [w.bound_s for w in (*self._heap, *self._aside, *self._empty)]
+        return min([*(o.bound_s for o in self._opened), *waiting], default=0.0)
 
     @property
     def model_gap(self) -> float:
         """Share of the best estimate that its lower bound over all shapes leaves open."""
         best_s = min((o.candidate.estimate_s for o in self._opened), default=0.0)
-        if best_s <= 0:
-            return 0.0
-        waiting = [entry[0] for entry in self._heap]
-        floor_s = min([*map(self._floor_s, self._opened), *waiting], default=best_s)
-        return max(0.0, 1 - floor_s / best_s)
+        return max(0.0, 1 - self._least_floor(best_s)[0] / best_s) if best_s > 0 else 0.0
 
     # -- opening -------------------------------------------------------------------------------
     def _add(self, shapes: Iterable[S]) -> None:
@@ -207,44 +229,74 @@ class Master(Generic[S, C, V]):
             bound_s = self.space.bound_s(shape, 0, inf)
             self._num_shapes += 1
             if isfinite(bound_s):
-                heapq.heappush(self._heap, (bound_s, self._num_shapes, 0, shape))
+                heapq.heappush(self._heap, _Waiting(bound_s, self._num_shapes, 0, shape))
 
     def _open_more(self) -> None:
         """Open shapes, best bound first, until none left can be better than the best of them."""
-        best_s = self._best_s()
-        num_fresh = 0
-        while self._heap:
-            bound_s, index, effort, shape = self._heap[0]
-            enough = num_fresh + len(self._unjudged()) >= MIN_OPENED
-            if bound_s > best_s * (1 + SLACK) and enough:
+        best_s, num_fresh = self._best_s(), 0
+        while True:
+            is_enough = num_fresh + len(self._unjudged()) >= MIN_OPENED
+            near = self._nearest(best_s, must=not is_enough)
+            reach_s = best_s * (1 + SLACK)
+            may_beat = bool(self._heap) and self._heap[0].bound_s <= reach_s
+            if not may_beat and near is None and (is_enough or not self._heap):
                 break
             if self._must_stop():
                 break
-            heapq.heappop(self._heap)
-            # before anything is known there is nothing that the last effort could exclude
-            if effort + (1 if isfinite(best_s) else 2) < self.space.efforts:
-                is_last = effort + 2 == self.space.efforts
-                enough_s = best_s if is_last else min(best_s, WORTH * bound_s)
-                sharper_s = max(bound_s, self.space.bound_s(shape, effort + 1, enough_s))
-                if isfinite(sharper_s):
-                    heapq.heappush(self._heap, (sharper_s, index, effort + 1, shape))
-                continue
-            self.num_opened += 1
-            found = self.space.open(shape, best_s)
-            if found is None:
-                self._empty.append((bound_s, effort, shape, best_s))
-                continue
-            self._opened.append(_Opened(shape, bound_s, effort, found))
-            num_fresh += 1
-            best_s = min(best_s, found.estimate_s)
+            if not may_beat and near is not None:
+                self._aside.remove(near)
+            else:
+                near = self._taken(best_s)
+            found = None if near is None else self._open(near, best_s)
+            if found is not None:
+                num_fresh += 1
+                best_s = min(best_s, found.estimate_s)
+
+    def _nearest(self, best_s: float, *, must: bool) -> _Waiting[S] | None:
+        """What was set aside and is to be opened next; None if nothing comes near."""
+        rows = self._aside
+        if not must:
+            rows = [w for w in rows if w.outlook_s <= HOPE * best_s and w.bound_s <= best_s]
+        return min(rows, key=lambda w: (w.outlook_s, w.index), default=None)
+
+    def _taken(self, best_s: float) -> _Waiting[S] | None:
+        """The shape with the least bound, if it is to be opened; else it is dealt with."""
+        first = heapq.heappop(self._heap)
+        if first.effort + 2 < self.space.efforts:
+            sharper_s = self.space.bound_s(first.shape, first.effort + 1, best_s)
+            first.bound_s, first.effort = max(first.bound_s, sharper_s), first.effort + 1
+            if isfinite(first.bound_s):
+                heapq.heappush(self._heap, first)
+            return None
+        if isfinite(best_s):  # else there is nothing to compare with
+            first.outlook_s = self.space.outlook_s(first.shape, best_s)
+            if not isfinite(first.outlook_s):
+                self._leave_out(first, best_s)
+                return None
+            if first.outlook_s > best_s:
+                self._aside.append(first)
+                return None
+        return first
+
+    def _open(self, waiting: _Waiting[S], best_s: float) -> C | None:
+        self.num_opened += 1
+        found = self.space.open(waiting.shape, best_s)
+        if found is None:
+            self._leave_out(waiting, best_s)
+            return None
+        self._opened.append(_Opened(waiting.shape, waiting.bound_s, waiting.effort, found))
+        return found
+
+    def _leave_out(self, waiting: _Waiting[S], known_s: float) -> None:
+        waiting.known_s = known_s
+        self._empty.append(waiting)
 
     def _take_back(self) -> None:
         """What was left out beside a plan that turned out not to fit is to be opened again."""
-        for bound_s, effort, shape, known_s in self._empty:
-            if isfinite(known_s):
-                self._num_shapes += 1
-                heapq.heappush(self._heap, (bound_s, self._num_shapes, effort, shape))
-        self._empty = [entry for entry in self._empty if not isfinite(entry[3])]
+        for waiting in (*(w for w in self._empty if isfinite(w.known_s)), *self._aside):
+            heapq.heappush(self._heap, waiting)
+        self._empty = [w for w in self._empty if not isfinite(w.known_s)]
+        self._aside = []
 
     def _must_stop(self) -> bool:
         if self.num_opened >= MAX_OPENED:
@@ -263,16 +315,18 @@ class Master(Generic[S, C, V]):
 
     # -- improving -----------------------------------------------------------------------------
     def _sharpen(self) -> None:
-        """Bounds of shapes that were opened before anything was known, as sharp as the others."""
+        """Lift the least bound with the last effort, until it is one that was lifted before."""
         best_s, last = self._best_s(), self.space.efforts - 1
-        for row in self._opened:
-            if row.effort < last and row.bound_s < best_s:
-                row.bound_s = max(row.bound_s, self.space.bound_s(row.shape, last, best_s))
-                row.effort = last
-        for at, (bound_s, effort, shape, known_s) in enumerate(self._empty):
-            if effort < last and bound_s < best_s:
-                sharper_s = max(bound_s, self.space.bound_s(shape, last, best_s))
-                self._empty[at] = (sharper_s, last, shape, known_s)
+        rows: list[_Opened[S, C] | _Waiting[S]]
+        rows = [*self._opened, *self._heap, *self._aside, *self._empty]
+        while rows and isfinite(best_s) and self._num_sharpened < MAX_SHARPENED:
+            least = min(rows, key=lambda row: row.bound_s)
+            if least.effort == last or least.bound_s >= best_s or self.space.is_late():
+                break
+            self._num_sharpened += 1
+            sharper_s = self.space.bound_s(least.shape, last, best_s)
+            least.bound_s, least.effort = max(least.bound_s, sharper_s), last
+        heapq.heapify(self._heap)
 
     def _improve(self) -> None:
         self._sharpen()
@@ -286,18 +340,43 @@ class Master(Generic[S, C, V]):
             weak = self._weakest()
             if weak is None or self._is_late():
                 break
-            self._improve_one(weak)
+            if isinstance(weak, _Opened):
+                self._improve_one(weak)
+            else:
+                self._aside.remove(weak)
+                if self._open(weak, self._best_s()) is None:
+                    break
 
     def _improve_one(self, row: _Opened[S, C]) -> None:
         row.candidate = self.space.improve(row.candidate)
         row.is_improved, row.is_modelled = True, False
 
-    def _weakest(self) -> _Opened[S, C] | None:
-        """What keeps the model's gap open and is not improved yet."""
+    def _weakest(self) -> _Opened[S, C] | _Waiting[S] | None:
+        """What keeps the model's gap open, if something can still be done about it."""
         best_s = min((o.candidate.estimate_s for o in self._opened), default=0.0)
-        rows = [o for o in self._opened if self._floor_s(o) < (1 - MODEL_GAP) * best_s]
-        rows = [o for o in rows if not o.is_improved]
-        return min(rows, key=self._floor_s, default=None)
+        floor_s, weak = self._least_floor(best_s)
+        if weak is None or floor_s >= (1 - MODEL_GAP) * best_s:
+            return None
+        if isinstance(weak, _Waiting):
+            return weak if weak in self._aside else None
+        return None if weak.is_improved else weak
+
+    def _least_floor(self, best_s: float) -> tuple[float, _Opened[S, C] | _Waiting[S] | None]:
+        """The least lower bound of estimates, and whose it is.
+
+        What was left out does not count: its estimate is known to be no better, or nothing fits.
+        """
+        rows: list[_Opened[S, C] | _Waiting[S]] = [*self._opened, *self._heap, *self._aside]
+        floors = [row.bound_s for row in rows]
+        while rows:
+            floor_s, at = min((floor_s, at) for at, floor_s in enumerate(floors))
+            row = rows[at]
+            if floor_s >= best_s or isinstance(row, _Waiting):
+                return floor_s, row
+            floors[at] = self._floor_s(row)
+            if floors[at] <= floor_s:
+                return floor_s, row
+        return best_s, None
 
     def _floor_s(self, row: _Opened[S, C]) -> float:
         """A lower bound of the estimates of a shape that was opened."""

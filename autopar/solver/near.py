@@ -28,7 +28,6 @@ from autopar.solver.search import MeshSearch
 NUM_BOUNDED = 32  # shapes whose bounds are sharpened
 NUM_OPENED = 10  # shapes that are worked out, the old one left out
 NUM_JUDGED = 2  # of them, until one fits
-NUM_LOOSENED = 1  # further choices of what is kept, for each that fits
 SHARP = 3  # effort of a bound that uses the splits that are known
 
 
@@ -140,9 +139,6 @@ def _judged(
         num_fitting += verdicts[shape].fits
     if kept is not None and kept in opened and kept not in verdicts:
         verdicts[kept] = search.judge(search.recut(opened[kept]))
-    for shape, outcome in verdicts.items():
-        if outcome.fits:
-            verdicts[shape] = search.loosened(outcome, NUM_LOOSENED)
     return verdicts
 
 

@@ -9,55 +9,45 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 likewise.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from autopar.errors import InfeasibleError
-from autopar.plan.schedule import Alive
-from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
-from autopar.solver.greedy_stages import first_choice
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
-from autopar.solver.recut import Recut, even_starts
+from autopar.solver.recut import Recut
 from autopar.solver.schedule_choice import (
-    alive_of,
     best_order,
-    flights,
     is_open_order,
     may_split_backward,
     plain_order,
 )
+from autopar.solver.shape_problems import ShapeProblems
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import (
-    BlockMenu,
-    StageProblem,
-    StageSolution,
-    least_memory_bytes,
-    memory_bytes,
-    surrogate_s,
-)
+from autopar.solver.stages_problem import BlockMenu, StageProblem, least_memory_bytes
+from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-_Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
-EFFORTS = 6
+EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LONG_CHAIN = 1_000  # blocks
 LEAN = 1.02  # states within this of the least are as lean as can be
@@ -75,6 +65,7 @@ class Ranker:
         num_columns: Columns of the largest mixed-integer program.
         bodies: Work of micro-batches.
         tables: Menus of blocks.
+        problems: Cut problems.
     """
 
     analysis: Analysis
@@ -84,15 +75,15 @@ class Ranker:
     num_columns: int = 0
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
+    problems: ShapeProblems = field(init=False)
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
-    _flights: dict[object, _Alive] = field(default_factory=dict)
-    _messages: dict[tuple[object, int], float] = field(default_factory=dict)
+    _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
+    _forms: dict[object, tuple[Chain, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
-    _pairs: dict[object, tuple[object, tuple[float, ...]]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +97,7 @@ class Ranker:
             shared[key] = Work.of(self.analysis)
         work = cast("Work", shared[key])
         self.bodies, self.tables = work.bodies, work.tables
+        self.problems = ShapeProblems(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float = math.inf) -> float:
@@ -125,43 +117,25 @@ class Ranker:
         if effort == 1:
             body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
             share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
-            return self._best_level_s(shape, body, share)
+            return self._least_s(shape, body, share)
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
         if effort > 3:
             return self._waiting_s(shape, body, enough_s)
-        return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+        return self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
-    def _best_level_s(
+    def _least_s(
         self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
     ) -> float:
-        found = math.inf
-        for level in self._levels(shape):
-            bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
-            if bound.may_beat(found):
-                found = min(found, bound.least_s())
-        return found
+        return self._pipeline(shape, self._free_levels(shape, body, share), floor).least_s()
 
     def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
         """With what ranks wait for each other in the orders of a shape."""
         if shape.mesh.pp == 1:
             return 0.0
-        rows = []
-        for level in self._levels(shape):
-            bound = replace(
-                self._orders(shape, self._relaxed(shape, level, body)),
-                floor=body.floor,
-                knows_halves=False,
-                num_reduces=shape.num_microbatches if level >= 2 else 1,
-            )
-            rows.append((bound.quick().least_s(), level, bound))
-        found = math.inf
-        for least_s, _, bound in sorted(rows, key=lambda row: row[:2]):
-            if least_s >= min(found, enough_s):
-                return min(found, least_s)
-            found = min(found, bound.least_s(min(found, enough_s)))
-        return found
+        orders = self._orders(shape, self._free_levels(shape, body))
+        return replace(orders, floor=body.floor, knows_halves=False).least_s(enough_s)
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
@@ -185,12 +159,34 @@ class Ranker:
             body: Its body, or one with more samples.
             share: Of the samples of the body that a micro-batch has.
         """
+        menus = self._least_menus(shape, level, body, share)
+        return self._relaxed_problem(shape, menus, body, share)
+
+    def _free_levels(self, shape: Shape, body: Body, share: float = 1.0) -> StageProblem:
+        """The same with the choice of a ZeRO level for every stage."""
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        reduces = shape.num_microbatches if max(levels) >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, levels, reduces, share)
+        if key not in self._forms:
+            rows = [self._least_menus(shape, level, body, share) for level in levels]
+            self._forms[key] = alike(useful(rows))
+        menus = self._forms[key]
+        problem = self._relaxed_problem(shape, menus[0], body, share)
+        return problem if len(menus) == 1 else replace(problem, forms=menus)
+
+    def _least_menus(self, shape: Shape, level: int, body: Body, share: float) -> Chain:
+        """The least that blocks can cost at a level, kept for other shapes."""
         reduces = shape.num_microbatches if level >= 2 else 1
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
             menus = body.least if share == 1 else part_of(body.least, share)
-            self._least[key] = with_costs(menus, costs, reduces)
+            self._least[key] = with_costs(menus, costs, reduces, reduces)
+        return self._least[key]
+
+    def _relaxed_problem(
+        self, shape: Shape, menus: Chain, body: Body, share: float
+    ) -> StageProblem:
         boundary_bytes = body.boundary_bytes
         if share != 1:
             cut = (body.sizes, share)
@@ -199,7 +195,7 @@ class Ranker:
                     (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
             boundary_bytes = self._cut_bytes[cut]
-        return self._stage_problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
+        return self.problems.problem(shape, menus, boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -221,19 +217,61 @@ class Ranker:
             self._costs[key] = parameter_costs(problem, None, owners)
         return self._costs[key]
 
+    def outlook_s(self, shape: Shape, best_s: float) -> float:
+        """Seconds of the plan that a shape is likely to have; infinite if none seems to fit.
+
+        Greedy cuts of relaxed menus, whose work is that of the best splits. It is no bound: other
+        cuts may be better, and what the splits choose may be worse.
+
+        Args:
+            shape: The shape.
+            best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
+        """
+        found = self._outlooks[shape] = dict[int, float]()
+        body = self.bodies.body(shape.sizes)
+        self.bodies.solved(body)
+        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
+        more = max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
+        for level in self.analysis.zero_levels(shape.mesh.dp):
+            problem = self._relaxed(shape, level, body)
+            if not self._pipeline(shape, problem, body.floor).may_beat(NEAR * best_s):
+                continue
+            stages = self.problems.first_stages(problem)
+            if stages is None:
+                continue
+            found[level] = more * stages.objective_s
+            if found[level] <= best_s:
+                order = best_order(
+                    shape.schedule, shape.warmup, shape.mesh, problem, stages,
+                    self.analysis.constraints,
+                )  # fmt: skip
+                found[level] = more * order.time_s
+            menus = zip(problem.blocks, stages.options, strict=True)
+            if all(option == 0 for _, option in menus):
+                break  # memory does not bind: leaner levels only cost time
+        return min(found.values(), default=math.inf)
+
+    def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
+        """ZeRO levels that are worth working out beside a plan that is known."""
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        outlooks = self._outlooks.get(shape)
+        if outlooks is None or math.isinf(best_s):
+            return levels
+        near_s = NEAR * max(best_s, min(outlooks.values(), default=math.inf))
+        return tuple(level for level in levels if outlooks.get(level, math.inf) <= near_s)
+
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
         body = self.bodies.body(shape.sizes)
-        return min(
-            least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
-        )
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        return min(least_memory_bytes(self._relaxed(shape, level, body)) for level in levels)
 
     def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
         """A lower bound of the estimate of a shape under its splits, as sharp as ``enough_s``."""
         shape, problem = ranked.shape, ranked.stage_problem
         if is_open_order(shape.schedule, shape.mesh, self.analysis.constraints):
             shape = replace(shape, schedule=ScheduleKind.ONE_F_ONE_B, warmup=None)
-            alive, together = self._alive(shape)  # what the leanest of its orders holds
+            alive, together = self.problems.alive(shape)  # what the leanest of its orders holds
             kind = shape.schedule
             problem = replace(problem, schedule=kind, in_flight=alive, together=together)
         return self._orders(shape, problem).least_s(enough_s)
@@ -274,13 +312,19 @@ class Ranker:
         return (sizes[0] > 1, *sizes[1:], level, id(body.structure))
 
     def rank(
-        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
+        self,
+        shape: Shape,
+        *,
+        limit_bytes: int = 0,
+        best_s: float = math.inf,
+        levels: Sequence[int] = (),
     ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
-            limit_bytes: Memory of a device, if it is to be tighter than the real one.
+            limit_bytes: Memory of a device, if it is to be another than the real one.
+            levels: ZeRO levels to try; all that are hopeful if left out.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
 
         Returns:
@@ -293,7 +337,7 @@ class Ranker:
         found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
-        for level in self._levels(shape):
+        for level in levels or self._hopeful(shape, best_s):
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
@@ -320,14 +364,6 @@ class Ranker:
                 best = found
         return best or min(misfits, key=lambda m: m.least_bytes, default=None)
 
-    def _levels(self, shape: Shape) -> tuple[int, ...]:
-        """ZeRO levels to try, fastest first."""
-        if self.analysis.constraints.zero is not None:
-            return (self.analysis.constraints.zero,)
-        if not self.analysis.trains:  # there is only the parameters' own memory to spread
-            return (0, 3) if shape.mesh.dp > 1 else (0,)
-        return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
-
     def _leaner(
         self, misfit: Misfit, body: Body, limit_bytes: int, best_s: float
     ) -> Ranked | Misfit:
@@ -341,6 +377,8 @@ class Ranker:
         )
         if states <= LEAN * least:
             return misfit  # no splits have smaller states
+        if not math.isinf(best_s) and not self._may_fit(misfit, relaxed.blocks):
+            return misfit
         bound = self._pipeline(shape, relaxed, body.floor)
         if not (bound.least_s() < math.inf if math.isinf(best_s) else bound.may_beat(best_s)):
             return misfit
@@ -364,6 +402,13 @@ class Ranker:
         found = self._with_splits(shape, level, limit_bytes, body, chosen, parameters, best_s)
         return misfit if found is None else found
 
+    def _may_fit(self, misfit: Misfit, relaxed: Sequence[BlockMenu]) -> bool:
+        """Whether a misfit would fit with states as lean as can be, and all else as it is."""
+        pairs = zip(misfit.problem.blocks, relaxed, strict=True)
+        blocks = [replace(b, key=f"{b.key} {r.key}", state_bytes=r.state_bytes) for b, r in pairs]
+        lean = replace(misfit.problem, blocks=Chain(blocks))
+        return self.problems.first_stages(lean) is not None
+
     def _with_splits(
         self,
         shape: Shape,
@@ -381,8 +426,8 @@ class Ranker:
         if not math.isinf(best_s):
             owners = self.tables.owners(body.structure)
             costs = parameter_costs(parameters, chosen.options, owners)
-            menus = with_costs(body.least, costs, 1)
-            least = self._stage_problem(shape, menus, body.boundary_bytes, limit_bytes)
+            menus = with_costs(body.least, costs, 1, parameters.num_reduces)
+            least = self.problems.problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
@@ -469,13 +514,13 @@ class Ranker:
         *,
         best_s: float = math.inf,
     ) -> Ranked | Misfit | None:
-        stage_problem = self._stage_problem(shape, table.menus, table.boundary_bytes, limit_bytes)
+        stage_problem = self.problems.problem(shape, table.menus, table.boundary_bytes, limit_bytes)
         if not math.isinf(best_s):
             bound = self._pipeline(shape, stage_problem)
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, stage_problem)
-        stages = self._stages(stage_problem)
+        stages = self.problems.first_stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)
         ranked = Ranked(
@@ -513,78 +558,3 @@ class Ranker:
         found = plain_order(shape.mesh, ranked.stage_problem, ranked.stages)
         plain = in_order(ranked, found)
         return None if plain.shape == shape else plain
-
-    # -- stages --------------------------------------------------------------------------------
-    def _stage_problem(
-        self,
-        shape: Shape,
-        menus: tuple[BlockMenu, ...],
-        boundary_bytes: tuple[tuple[int, int], ...],
-        limit_bytes: int,
-    ) -> StageProblem:
-        """The cut problem of a shape under given splits."""
-        mesh, count = shape.mesh, shape.num_microbatches
-        boundary_s = (0.0,) * len(boundary_bytes)
-        if mesh.pp > 1:
-            key = (id(boundary_bytes), self.analysis.slowest_group(mesh, "pp"))
-            if key not in self._pairs:  # the bytes too, so that their identity stays theirs
-                known = {
-                    pair: sum(self._message_s(mesh, b) for b in pair) / 2
-                    for pair in set(boundary_bytes)
-                }
-                self._pairs[key] = (boundary_bytes, tuple(known[p] for p in boundary_bytes))
-            boundary_s = self._pairs[key][1]
-        in_flight, together = self._alive(shape)
-        return StageProblem(
-            blocks=menus,
-            boundary_s=boundary_s,
-            pp=mesh.pp,
-            virtual=mesh.virtual,
-            num_microbatches=count,
-            schedule=shape.schedule,
-            in_flight=in_flight,
-            limit_bytes=limit_bytes,
-            fixed_starts=self.analysis.boundary_starts,
-            placement=mesh.placement,
-            together=together,
-        )
-
-    def _message_s(self, mesh: MeshShape, num_bytes: int) -> float:
-        ends = self.analysis.slowest_group(mesh, "pp")
-        key = (ends, num_bytes)
-        if key not in self._messages:
-            model = self.analysis.model
-            self._messages[key] = model.collective_time_s("p2p", num_bytes, ends)
-        return self._messages[key]
-
-    def _alive(self, shape: Shape) -> _Alive:
-        """Micro-batches alive per stage, and together per rank."""
-        mesh, kind, warmup = shape.mesh, shape.schedule, shape.warmup
-        key = (kind, replace(mesh, dp=1, tp=1), warmup, shape.num_microbatches)
-        if key not in self._flights:
-            count = shape.num_microbatches
-            self._flights[key] = (
-                flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
-            )  # fmt: skip
-        return self._flights[key]
-
-    def _stages(self, problem: StageProblem) -> StageSolution | None:
-        if problem.fixed_starts is not None:
-            self.num_stage_solves += 1
-            return solve_stages(problem)
-        if len(problem.blocks) < problem.num_stages:
-            return None
-        found = first_choice(problem)
-        if found is None and problem.virtual > 1:
-            return Recut(problem, max_trials=1).improved(even_starts(problem))
-        if found is None:
-            return None
-        starts, options = found
-        return StageSolution(
-            starts=starts,
-            options=options,
-            objective_s=surrogate_s(problem, starts, options),
-            bound_s=0.0,
-            memory_bytes=memory_bytes(problem, starts, options),
-            is_optimal=False,
-        )

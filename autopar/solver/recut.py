@@ -76,8 +76,12 @@ class Recut:
         self._kind, self._counts = sums.kind, sums.counts
         self._menus = sums.first  # a block of each kind
         self._first, self._steps = sums.start, sums.steps
+        each = any(b.num_reduces > 1 for b in problem.blocks)
         self._graphs = [
-            (weight, StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages))
+            (
+                weight,
+                StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages, each),
+            )
             for n, weight in sampled_counts(problem)
         ]
 
@@ -267,8 +271,10 @@ class Recut:
             [row[high] - row[low] for low, high in runs]
             for row in (self._sums.gather, self._sums.reduce)
         )
+        each = [sum(problem.blocks[i].each_s for i in range(*run)) for run in runs]
+        reduce = [0.0 if e else r for r, e in zip(reduce, each, strict=True)]
         message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
-        return [forward, backward, inputs, weights, gather, reduce, message]
+        return [forward, backward, inputs, weights, gather, reduce, message, each]
 
 
 def even_starts(problem: StageProblem) -> Starts:

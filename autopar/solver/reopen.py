@@ -12,15 +12,18 @@ A backward that runs in two halves keeps more than that; there the bound above s
 
 Stages of other ranks do not matter, and less work in a stage never makes a step longer: each rank
 gets its own program, least seconds of what it makes again, solved by SCIP (a knapsack for each
-row, whose relaxation is tight). Ranks with equal blocks and moments share one.
+row, whose relaxation is tight). Ranks with equal blocks and moments share one. Few of the rows
+bind: those that a choice exceeds are added, the most exceeded one of each moment at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.plan.schedule import Alive
@@ -29,6 +32,7 @@ from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
 NODE_LIMIT = 500
 MAX_GROUPS = 48  # of a rank's blocks that are decided apart
 GAP = 1e-4  # share of a rank's seconds that may be left
+MAX_ROUNDS = 12  # of adding rows; then all of them are added
 SLACKS = (0.0, 4e-6)  # shares of the room that are left empty: the solver has a tolerance of 1e-6
 
 Runs = Mapping[int, range]
@@ -121,13 +125,11 @@ def _rank_options(problem: StageProblem, device: int, runs: Runs) -> list[int] |
               for row in groups.values() for g in row}  # fmt: skip
     starts = {s: [g.start for g in row] for s, row in groups.items()}
     rows = [
-        r
-        for moment in problem.moments(device)
-        for r in _memory_rows(problem, blocks, moment, starts)
+        list(_memory_rows(problem, blocks, moment, starts)) for moment in problem.moments(device)
     ]
     for slack in SLACKS:
-        found = _solve(blocks, [(row, room * (1 - slack)) for row in rows])
-        if found is None or all(sum(row.get(at, 0) for at in found) <= room for row in rows):
+        found = _solve_by_rows(blocks, rows, room, slack)
+        if found is None or not _exceeded(rows, found, room):
             break
     if found is None:
         return None
@@ -173,30 +175,78 @@ def _together(block: BlockMenu, count: int) -> BlockMenu:
     return replace(block, options=options, state_bytes=count * block.state_bytes)
 
 
-def _solve(
-    blocks: Mapping[int, BlockMenu], rows: Sequence[tuple[_Row, float]]
+def _exceeded(
+    rows: Sequence[Sequence[_Row]], chosen: Sequence[tuple[int, int]], room: float
+) -> list[_Row]:
+    """Of each moment the row that a choice exceeds most, if it exceeds one."""
+    found = []
+    for moment in rows:
+        most, at = max((sum(row.get(c, 0) for c in chosen), at) for at, row in enumerate(moment))
+        if most > room:
+            found.append(moment[at])
+    return found
+
+
+def _solve_by_rows(
+    blocks: Mapping[int, BlockMenu], rows: Sequence[Sequence[_Row]], room: float, slack: float
 ) -> list[tuple[int, int]] | None:
     """Block and option of the choice with the least seconds; None if none was found.
 
     Args:
         blocks: Of the rank.
-        rows: Bytes of every option, and the room for those that are chosen.
+        rows: By moment: bytes of every option.
+        room: The most that a row may add up to.
+        slack: Share of it that is left empty.
     """
-    model = mathopt.Model(name="reopen")
-    takes = {
-        (i, o): model.add_binary_variable()
-        for i, b in blocks.items()
-        for o in range(len(b.options))
-    }
-    for i, block in blocks.items():
-        row = [takes[i, o] for o in range(len(block.options))]
-        model.add_linear_constraint(mathopt.LinearSum(row) == 1.0)
-    for weights, room in rows:
-        held = [takes[at] * (size / room) for at, size in weights.items()]
-        model.add_linear_constraint(mathopt.LinearSum(held) <= 1.0)
-    model.minimize(
-        mathopt.LinearSum(v * blocks[i].options[o].total_s for (i, o), v in takes.items())
+    fastest = {i: min(b.options, key=lambda o: o.total_s) for i, b in blocks.items()}
+    found: list[tuple[int, int]] | None = [
+        (i, blocks[i].options.index(o)) for i, o in fastest.items()
+    ]
+    # rows whose tolerance is used up are met by the program, and are not to be added twice
+    within = room * (1 + SLACKS[-1])
+    added: list[_Row] = []
+    for number in range(MAX_ROUNDS):
+        assert found is not None
+        more = _exceeded(rows, found, within)
+        if not more:
+            return found
+        added += more if number + 1 < MAX_ROUNDS else [row for moment in rows for row in moment]
+        found = _solve(blocks, added, room * (1 - slack))
+        if found is None:
+            return None
+    return found
+
+
+def _solve(
+    blocks: Mapping[int, BlockMenu], rows: Sequence[_Row], room: float
+) -> list[tuple[int, int]] | None:
+    """The same under given rows."""
+    columns = [(i, o) for i, b in blocks.items() for o in range(len(b.options))]
+    message = model_pb2.ModelProto(name="reopen")
+    message.variables.ids.extend(range(len(columns)))
+    message.variables.lower_bounds.extend([0.0] * len(columns))
+    message.variables.upper_bounds.extend([1.0] * len(columns))
+    message.variables.integers.extend([True] * len(columns))
+    message.objective.linear_coefficients.ids.extend(range(len(columns)))
+    message.objective.linear_coefficients.values.extend(
+        [blocks[i].options[o].total_s for i, o in columns]
     )
+    one = [(1.0, 1.0)] * len(blocks)
+    limits = [*one, *[(-math.inf, 1.0)] * len(rows)]
+    message.linear_constraints.ids.extend(range(len(limits)))
+    message.linear_constraints.lower_bounds.extend([low for low, _ in limits])
+    message.linear_constraints.upper_bounds.extend([high for _, high in limits])
+    places = {i: at for at, i in enumerate(blocks)}
+    entries = sorted((places[i], at, 1.0) for at, (i, _) in enumerate(columns))
+    for number, row in enumerate(rows, len(blocks)):
+        entries += [
+            (number, at, row[column] / room) for at, column in enumerate(columns) if row.get(column)
+        ]
+    matrix = message.linear_constraint_matrix
+    matrix.row_ids.extend([row for row, _, _ in entries])
+    matrix.column_ids.extend([column for _, column, _ in entries])
+    matrix.coefficients.extend([factor for _, _, factor in entries])
+    model = mathopt.Model.from_model_proto(message)
     parameters = mathopt.SolveParameters(
         node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=GAP
     )
@@ -204,7 +254,7 @@ def _solve(
     if not result.has_primal_feasible_solution():
         return None
     values = result.variable_values()
-    return [at for at, take in takes.items() if values[take] > 0.5]
+    return [at for number, at in enumerate(columns) if values[model.get_variable(number)] > 0.5]
 
 
 def _memory_rows(

@@ -18,24 +18,27 @@ from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shortfall
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
-from autopar.sharding.build import localize
+from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
-from autopar.solver.analysis import Analysis
-from autopar.solver.assemble import Field, Outcome, assemble_plan
+from autopar.solver.analysis import Analysis, optimizer_s_per_byte
+from autopar.solver.assemble import Field, Outcome, as_allowed, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
-from autopar.solver.loosen import TRIES, loosened
+from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
+from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
+from cost_models.local import is_cpu
+from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +121,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    plan, stats = MeshSearch(
+    search = MeshSearch(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -130,7 +133,14 @@ def solve(  # noqa: PLR0913  the whole question in one call
         time_limit_s=time_limit_s,
         analysis=analysis,
         gives_remedy=gives_remedy,
-    ).run()
+    )
+    try:
+        plan, stats = search.run()
+    except InfeasibleError:
+        if constraints.offload != "allowed" or is_cpu(cluster) or offload_fault(cluster):
+            raise
+        plan = as_allowed(ask(replace(constraints, offload="optimizer")))
+        return plan, search.stats
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -160,6 +170,7 @@ class MeshSearch:
     _analysis: Analysis = field(init=False)
     _ranker: Ranker = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
@@ -209,7 +220,7 @@ class MeshSearch:
             first, winner = winner, self.loosened(winner)
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
-        self.stats.num_stage_solves = ranker.num_stage_solves
+        self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
         self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=verdicts,
@@ -262,11 +273,23 @@ class MeshSearch:
             self.errors.append(f"{shape}: {error}")
             return inf
 
+    def outlook_s(self, shape: Shape, best_s: float) -> float:
+        """Seconds of the plan that is likely to be found for a shape."""
+        try:
+            found = self._ranker.outlook_s(shape, best_s)
+        except (ShardingError, ConstraintError, InfeasibleError) as error:
+            self.errors.append(f"{shape}: {error}")
+            return inf
+        if found > best_s:
+            word = "does not seem to fit" if found == inf else f"likely {format_time(found)}"
+            self.progress(f"{shape}: {word}")
+        return found
+
     def open(self, shape: Shape, best_s: float) -> Ranked | None:
         """A good choice for a shape; None if it does not fit."""
         self.stats.num_ranked += 1
         try:
-            found = self._ranker.rank(shape, best_s=best_s)
+            found = self._rank(shape, best_s=best_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
@@ -281,21 +304,31 @@ class MeshSearch:
         self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         return found
 
+    def _rank(
+        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = inf
+    ) -> Ranked | Misfit | None:
+        """A good choice for a shape; one whose stages have the levels that are given."""
+        if self._analysis.stage_levels:
+            return rank_given(self._ranker, shape, limit_bytes or self.limit_bytes)
+        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s)
+
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, better cuts."""
+        """Splits for just this shape, better cuts, a ZeRO level for each stage."""
+        if self._analysis.stage_levels:
+            return candidate
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
-        return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        return leveled(self._ranker, best)
 
-    def loosened(self, outcome: Outcome, tries: int = TRIES) -> Outcome:
+    def loosened(self, outcome: Outcome) -> Outcome:
         """The same with as little made again as the exact bytes allow."""
         return loosened(
             outcome,
             evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
             ranker=self._ranker,
             limit_bytes=self.limit_bytes,
-            tries=tries,
         )
 
     def recut(self, candidate: Ranked) -> Ranked:
@@ -319,9 +352,11 @@ class MeshSearch:
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         self._phase("ranking")
-        outcome = self._exact(self._analysis, self._ranker, candidate)
+        # levels of stages were chosen by estimates: what they improved is judged beside them
+        rows = [candidate] if candidate.alone is None else [candidate, candidate.alone]
+        outcomes = [self._exact(self._analysis, self._ranker, row) for row in rows]
         self._phase("exact")
-        return outcome
+        return min(outcomes, key=lambda o: (not o.fits, o.step_s))
 
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -340,9 +375,12 @@ class MeshSearch:
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
-            found = ranker.refine(outcome.ranked, limit)
+            if outcome.ranked.levels:
+                found = recut(ranker, outcome.ranked, limit)
+            else:
+                found = ranker.refine(outcome.ranked, limit)
             if not isinstance(found, Ranked):
-                found = ranker.rank(ranked.shape, limit_bytes=limit)
+                found = self._rank(ranked.shape, limit_bytes=limit)
             if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
@@ -355,7 +393,9 @@ class MeshSearch:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures, words=analysis.words)
+        programs = localize(
+            analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
+        )
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
@@ -371,8 +411,9 @@ class MeshSearch:
             num_microbatches=ranked.shape.num_microbatches,
             zero_levels=decisions.zero_levels,
             optimizer=analysis.optimizer,
-            optimizer_s_per_byte=analysis.optimizer_s_per_byte,
+            optimizer_s_per_byte=optimizer_s_per_byte(analysis.model, analysis.optimizer),
             warmup=ranked.shape.warmup,
+            offloads=analysis.offloads,
         )
         figures = exact_figures(programs, setting)
         fits = figures.peak_bytes <= self.limit_bytes
@@ -434,6 +475,8 @@ class MeshSearch:
             return f"allow recompute (now {wish.recompute!r})"
         if wish.zero in (0, 1, 2) and shape.mesh.dp > 1:
             return f"allow zero=3 (now {wish.zero})"
+        if isinstance(wish.zero, tuple) and min(wish.zero) < 3:
+            return f"allow zero=3 in every stage (now {list(wish.zero)})"
         for name in ("tp", "pp", "num_microbatches"):
             if getattr(wish, name) is not None:
                 return f"free {name} (now {getattr(wish, name)})"
@@ -513,6 +556,6 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         choices=choices,
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
-        zero_levels=(ranked.zero_level,) * shape.mesh.num_stages,
+        zero_levels=ranked.zero_levels,
         gather_outputs=analysis.gathered,
     )

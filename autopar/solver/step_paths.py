@@ -31,6 +31,7 @@ class Term(IntEnum):
     GATHER = 4
     REDUCE = 5
     MESSAGE = 6  # over the boundary before the stage
+    EACH = 7  # reducing the gradients of one micro-batch after its backward
 
 
 Path = Mapping[tuple[Term, int], int]
@@ -53,7 +54,8 @@ class StepPaths:
     Args:
         order: Who computes what when; every stage sends to its neighbours alone.
         num_stages: Stages of all ranks.
-        reduces_each: Whether gradients are reduced after every backward, not after the last one.
+        reduces_each: Whether gradients may be reduced after every backward too, not only after
+            the last one.
     """
 
     order: Order
@@ -130,8 +132,9 @@ class StepPaths:
                     sends = (ahead, target, microbatch)
             found.append((self._index(_TERMS[kind], stage), reads, sends))
             makes_gradients = kind in (K.BACKWARD, K.BACKWARD_WEIGHT)
-            is_last = last[stage] == position
-            if has_backwards and (is_last or (self.reduces_each and makes_gradients)):
+            if self.reduces_each and makes_gradients:
+                found.append((self._index(Term.EACH, stage), None, None))
+            if has_backwards and last[stage] == position:
                 found.append((self._index(Term.REDUCE, stage), None, None))
         return found
 
