@@ -125,7 +125,7 @@ class NumberedSpace:
 
 
 def test_the_best_shape_set_up_by_hand_is_judged_whatever_its_estimate():
-    table = {0: ((1.0, 1.0, 1.0), 2.0, 0.9)}
+    table = {0: ((0.8, 0.8, 0.8), 2.0, 0.9)}
     table |= {n: ((1.0, 1.0, 1.0), 1.0 + 0.001 * n, 1.0 + 0.001 * n) for n in range(1, 9)}
     space = NumberedSpace(table)
     master: Master[int, Guess, Guess] = Master(space)
@@ -136,6 +136,10 @@ def test_the_best_shape_set_up_by_hand_is_judged_whatever_its_estimate():
     winner = other.run([], range(9))
     assert winner is not None
     assert winner.number == 1, "without its place in the first group it is not judged"
+    table[0] = ((1.1, 1.1, 1.1), 2.0, 1.2)
+    vain: Master[int, Guess, Guess] = Master(NumberedSpace(table))
+    assert vain.run([0], range(1, 9)) is not None
+    assert 0 not in [v.number for v in vain.verdicts], "its bound says that it can't win"
 
 
 def test_a_later_group_is_asked_for_its_shapes_when_the_earlier_ones_are_done():
