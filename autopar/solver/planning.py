@@ -166,10 +166,12 @@ def check_costs(cluster: Cluster) -> None:
     """
     names = sorted({m.device.name for m in cluster.machines if m.device.cost_per_hour is None})
     if names:
-        example = names[0].partition("@")[0]
+        kinds = sorted({name.partition("@")[0] for name in names})
+        given = ", ".join(f"{kind!r}: ..." for kind in kinds)
+        verb = "has" if len(names) == 1 else "have"
         raise ConfigError(
-            f"the objective needs prices, and {', '.join(names)} of {cluster} has none; give "
-            f"cost_per_hour={{{example!r}: ...}}, or cost_per_hour of the device in a cluster file"
+            f"the objective needs prices, and {', '.join(names)} of {cluster} {verb} none; give "
+            f"cost_per_hour={{{given}}}, or cost_per_hour of the device in a cluster file"
         )
 
 

@@ -3,11 +3,9 @@
 import copy
 import logging
 import os
-import re
 import sys
 import tempfile
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,9 +20,9 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError, InputError, PlanError
 from autopar.plan.types import MeshShape
+from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 from tests.plans import hand_made_plan
 from tests.zoo import build
-from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 
 # defaults, since pytest imports every file to look for doctests
 DEVICES = f"{WORLD}:cpu"
