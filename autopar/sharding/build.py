@@ -39,7 +39,7 @@ EMPTY = Graph((), (), ())
 
 @dataclass(slots=True)
 class KeptBodies:
-    """Local operators of the last decisions: others that differ in what is made again share them."""
+    """Local operators of the last decisions; those that differ in what is made again share them."""
 
     decisions: Decisions | None = None
     layouts: Layouts | None = None
