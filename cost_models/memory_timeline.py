@@ -353,6 +353,11 @@ def order_peak(
     return _Device(stages, {a.stage for a in own}, every_operator=False).peak(own)
 
 
+def order_peak_bytes(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> int:
+    """The most bytes of :func:`order_timeline`, without its points."""
+    return order_peak(0, actions, stages).total_bytes
+
+
 @dataclass(slots=True)
 class _Run:
     """One action: from the start of its first part to the end of the last that holds it back."""

@@ -104,6 +104,7 @@ class Analysis:
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
     _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
+    _joint_dp: dict[tuple[int, int], dict[str, Placement]] = field(default_factory=dict)
     _batch_size: int = 0
     _before: Analysis | None = None
     _facts: GraphFacts | None = None
@@ -422,13 +423,13 @@ class Analysis:
                 fixed=self.fixed,
                 sequence_parallel=self.constraints.sequence_parallel,
                 optimizer_s_per_byte=self.optimizer_s_per_byte,
+                joint_dp=self._joint_dp.setdefault(self._data_key(sizes), {}),
             )
         return self._requests[key]
 
     def _structure(self, sizes: tuple[int, int, int]) -> SplitsStructure:
         """Structures differ by which splits there are over ``mb`` and ``dp``, not by how far."""
-        data = self.data(sizes[0], sizes[1])
-        key = (id(data.mb), id(data.dp))  # equal splits are one object
+        data, key = self.data(sizes[0], sizes[1]), self._data_key(sizes)
         if key not in self._structures:
             self._structures[key] = split_structure(
                 self.graph,
@@ -440,6 +441,11 @@ class Analysis:
                 facts=self._graph_facts(),
             )
         return self._structures[key]
+
+    def _data_key(self, sizes: tuple[int, int, int]) -> tuple[int, int]:
+        """Which splits there are over ``mb`` and ``dp``: equal ones are one object."""
+        data = self.data(sizes[0], sizes[1])
+        return id(data.mb), id(data.dp)
 
     def _graph_facts(self) -> GraphFacts:
         """What all structures share."""

@@ -150,6 +150,9 @@ def _microbatch_counts(analysis: Analysis, batch: int, dp: int) -> list[int]:
         by_hand = {n for n in counts if batch // dp // n in HAND_MADE_SAMPLES}
         counts = sorted(spread | by_hand)
     legal: list[int] = []
+    if len(counts) > 2 and counts[0] == 1 and _is_legal(analysis, counts[-1], dp):
+        # samples that do not mix in the most micro-batches do not in fewer
+        return counts if _is_legal(analysis, 1, dp) else counts[1:]
     for count in counts:
         if not _is_legal(analysis, count, dp):
             if count > 1:

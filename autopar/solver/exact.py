@@ -25,7 +25,12 @@ from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
-from cost_models.memory_timeline import StageMemory, memory_timelines, order_peak
+from cost_models.memory_timeline import (
+    StageMemory,
+    memory_timelines,
+    order_peak,
+    order_peak_bytes,
+)
 from cost_models.offload import offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
@@ -255,7 +260,7 @@ def _rank_bytes(
     if mesh.virtual == 1 and not setting.schedule.splits_backward:
         return tuple(stage.memory.total_bytes for stage in stages)
     return tuple(
-        order_peak(rank, lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)}).total_bytes
+        order_peak_bytes(lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)})
         for rank in range(mesh.pp)
     )
 

@@ -67,7 +67,7 @@ class Recut:
     _steps: list[ExchangeStep] = field(init=False)
     _first: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
-    _graphs: list[tuple[float, StepPaths]] = field(init=False)
+    _made: list[tuple[float, StepPaths]] = field(default_factory=list)
     _known: dict[object, _Picks | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,14 +76,17 @@ class Recut:
         self._kind, self._counts = sums.kind, sums.counts
         self._menus = sums.first  # a block of each kind
         self._first, self._steps = sums.start, sums.steps
-        each = any(b.num_reduces > 1 for b in problem.blocks)
-        self._graphs = [
-            (
-                weight,
-                StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages, each),
-            )
-            for n, weight in sampled_counts(problem)
-        ]
+
+    @property
+    def _graphs(self) -> list[tuple[float, StepPaths]]:
+        """The steps that are run, with their weights; made when a choice is found to fit."""
+        problem = self.problem
+        if not self._made:
+            each = any(b.num_reduces > 1 for b in problem.blocks)
+            for n, weight in sampled_counts(problem):
+                order = order_of(problem.schedule, problem.mesh, n)
+                self._made.append((weight, StepPaths(order, problem.num_stages, each)))
+        return self._made
 
     def improved(self, starts: Starts) -> StageSolution | None:
         """The best choice found from the cuts ``starts`` on; None if none fits."""

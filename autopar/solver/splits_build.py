@@ -69,6 +69,8 @@ class SplitsRequest:
         in_flight: Micro-batches whose saved values count; 0 to leave activations out.
         limit_bytes: Bound of parameters' state and saved values together.
         optimizer_s_per_byte: Seconds of an optimizer step per byte of stored parameter.
+        joint_dp: Parameter in parts -> placement over dp in which its gradients are joined; filled
+            when it is first asked for, so that requests with the same data splits share it.
     """
 
     graph: Graph
@@ -84,6 +86,7 @@ class SplitsRequest:
     in_flight: float = 0.0
     limit_bytes: int | None = None
     optimizer_s_per_byte: float = 0.0
+    joint_dp: dict[str, Placement] = field(default_factory=dict)
 
     @property
     def num_microbatches(self) -> int:
@@ -269,13 +272,17 @@ class _Builder:
 
     def _gradient_dp(self, entry: Input) -> Placement:
         """Placement over dp in which the gradients of a parameter's parts are joined."""
-        found: set[Placement] = set()
-        parts = {e.target for e in parameter_inputs(self.request.graph)[entry.param]}
-        for output in self.request.graph.outputs_of(OutputKind.GRAD):
-            if output.target in parts and output.value is not None:
-                found.add(self._dp(output.value.name))
-        common = found.pop() if len(found) == 1 else P
-        return common if isinstance(common, Partial | Replicate) else R
+        known = self.request.joint_dp
+        if entry.param not in known:
+            found: dict[str, set[Placement]] = {}
+            for output in self.request.graph.outputs_of(OutputKind.GRAD):
+                if output.value is not None:
+                    found.setdefault(output.target, set()).add(self._dp(output.value.name))
+            for name, parts in parameter_inputs(self.request.graph).items():
+                every = set[Placement]().union(*(found.get(e.target, ()) for e in parts))
+                common = next(iter(every)) if len(every) == 1 else P
+                known[name] = common if isinstance(common, Partial | Replicate) else R
+        return known[entry.param]
 
     def _dp(self, name: str) -> Placement:
         """Placement of a value over ``dp``."""

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from autopar.solver.recut import Recut, even_starts
-from autopar.solver.schedule_choice import simulated_s
+from autopar.solver.schedule_choice import sampled_counts, simulated_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import StageProblem, StageSolution, bounds
+from autopar.solver.stages_problem import BlockMenu, StageProblem, StageSolution, bounds
 from autopar.solver.state_forms import resolved
 
 MAX_TRIALS = 48  # work limit: choices that are run
+MAX_THINGS = 200_000  # work limit: computes of all choices that are run
+MIN_TRIALS = 4
 GAIN = 1e-6  # of a step, that a move must save
 WORTH = 1e-3  # of a step, that forms must be able to save for the search to begin
 
@@ -69,7 +71,7 @@ class FormChoice:
         best = self._run(starts, forms)
         for found in self._solved():
             best = found if best is None or found.time_s < best.time_s else best
-        return None if best is None else self._descended(best)
+        return None if best is None else self._descended(best, recuts=False)
 
     def any(self) -> Chosen | None:
         """The best choice found; None if none fits."""
@@ -84,7 +86,7 @@ class FormChoice:
         found = [run for run in runs if run is not None]
         if not found:
             return None
-        return self._descended(min(found, key=lambda run: run.time_s))
+        return self._descended(min(found, key=lambda run: run.time_s), recuts=True)
 
     def _solved(self) -> Iterator[Chosen]:
         if self.problem.virtual > 1:
@@ -95,12 +97,16 @@ class FormChoice:
             time_s = simulated_s(problem.mesh, problem, found)
             yield Chosen(problem, found, found.forms, time_s)
 
-    def _descended(self, best: Chosen) -> Chosen:
-        moved = True
+    def _descended(self, best: Chosen, *, recuts: bool) -> Chosen:
+        """The best choice by moves; without ``recuts`` blocks stay until a form has changed."""
+        count = sum(n for n, _ in sampled_counts(self.problem))
+        most = MAX_THINGS // (2 * self.problem.num_stages * count)
+        most = self._trials + max(MIN_TRIALS, min(self.max_trials, most))
+        first, moved = best.forms, True
         while moved:
             moved = False
-            for starts, forms in self._moves(best):
-                if self._trials >= self.max_trials:
+            for starts, forms in self._moves(best, recuts=recuts or best.forms != first):
+                if self._trials >= most:
                     return best
                 found = self._run(starts, forms)
                 if found is not None and found.time_s < best.time_s * (1 - GAIN):
@@ -108,15 +114,20 @@ class FormChoice:
                     break
         return best
 
-    def _moves(self, best: Chosen) -> Iterator[tuple[Starts, Forms]]:
-        """Choices beside one, the most promising first."""
+    def _moves(self, best: Chosen, *, recuts: bool) -> Iterator[tuple[Starts, Forms]]:
+        """Choices beside one, the most promising first.
+
+        Args:
+            best: That one.
+            recuts: Whether blocks are moved too.
+        """
         problem, starts = self.problem, best.solution.starts
         if not problem.given_forms:
             ranked = sorted(self._changes(best), key=lambda row: (-row[0], row[1]))
             for gain_s, forms in ranked:
-                if gain_s > 0:
+                if gain_s > WORTH * best.time_s:
                     yield starts, forms
-        if problem.fixed_starts is not None:
+        if problem.fixed_starts is not None or not (recuts or problem.given_forms):
             return
         runs = bounds(starts, len(problem.blocks))
         for boundary, (before, after) in enumerate(pairwise(runs)):
@@ -159,7 +170,7 @@ def stage_gains(
     """Per stage and form the most seconds that the rank of the stage can save in that form.
 
     A leaner form may make room so that nothing is made again; what it takes longer per step counts
-    against that.
+    against that. Of reductions that follow every backward all but the last may be hidden.
 
     Args:
         problem: With forms.
@@ -179,11 +190,16 @@ def stage_gains(
         for form, menus in enumerate(problem.forms):
             others = menus[low:high]
             less = sum(b.state_bytes for b in mine) - sum(b.state_bytes for b in others)
-            slower_s = sum(b.step_s for b in others) - sum(b.step_s for b in mine)
+            slower_s = sum(map(_least_s, others)) - sum(b.step_s for b in mine)
             gain_s = (problem.num_microbatches * extra_s if less > 0 else 0.0) - slower_s
             row.append(0.0 if form == forms[stage] else gain_s)
         found.append(row)
     return found
+
+
+def _least_s(block: BlockMenu) -> float:
+    """Seconds of a block's once-per-step work that nothing can hide."""
+    return block.once_s + block.each_s
 
 
 def may_gain(

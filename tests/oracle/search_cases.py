@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from math import comb, inf, prod
 
@@ -183,7 +184,7 @@ def shapes_of(seed: int, most_blocks: int) -> list[StageProblem]:
     count = rng.randint(3, most_blocks)
     kinds, picks, once = _menus(rng, count)
     boundaries = [rng.uniform(0.0, 0.3) for _ in range(count - 1)]
-    small = (rng.uniform(0.2, 0.7), rng.uniform(0.3, 1.5)) if seed % 5 < 2 else None
+    small = (rng.uniform(0.1, 0.6), rng.uniform(0.26, 0.7)) if seed % 5 < 2 else None
     found = []
     num_plans = 0
     for (mesh, kind), microbatches in product(_meshes(rng, count), (2, 4)):
@@ -474,6 +475,7 @@ class Verdict:
         return inf if self.winner is None else self.winner.step_s / self.best.time_s - 1
 
 
+@cache
 def judged(seed: int, most_blocks: int) -> Verdict:
     """A case by exhaustive search and by ours; every second one has a limit that binds."""
     shapes = shapes_of(seed, most_blocks)

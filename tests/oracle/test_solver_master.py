@@ -44,6 +44,15 @@ def test_the_choice_is_best_or_within_the_gap(first: int):
         check(seed, most_blocks=4)
 
 
+def test_stages_get_forms_of_their_own_where_that_is_best():
+    verdicts = [judged(seed, 4) for seed in range(60)]
+    with_forms = [v for v in verdicts if v.has_forms]
+    mixed = [v for v in with_forms if len(set(v.best.forms)) > 1]
+    assert len(with_forms) >= 20
+    assert len(mixed) >= 4
+    assert sum(v.loss <= ROUNDING for v in mixed) >= len(mixed) - 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1320, 20))
 def test_the_choice_is_best_or_within_the_gap_on_many(first: int):
