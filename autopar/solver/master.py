@@ -34,6 +34,7 @@ MAX_JUDGED = 6
 NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
+CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
 MAX_SHARPENED = 400  # work limit: bounds of the last effort
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
@@ -355,7 +356,7 @@ class Master(Generic[S, C, V]):
         """What keeps the model's gap open, if something can still be done about it."""
         best_s = min((o.candidate.estimate_s for o in self._opened), default=0.0)
         floor_s, weak = self._least_floor(best_s)
-        if weak is None or floor_s >= (1 - MODEL_GAP) * best_s:
+        if weak is None or not MODEL_GAP < 1 - floor_s / best_s <= CLOSABLE_GAP:
             return None
         if isinstance(weak, _Waiting):
             return weak if weak in self._aside else None

@@ -42,7 +42,12 @@ from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import BlockMenu, StageProblem, least_memory_bytes
+from autopar.solver.stages_problem import (
+    BlockMenu,
+    StageProblem,
+    StageSolution,
+    least_memory_bytes,
+)
 from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
@@ -79,6 +84,7 @@ class Ranker:
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
+    _known: dict[int, dict[float, BlockTable]] = field(default_factory=dict)
     _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
@@ -227,29 +233,47 @@ class Ranker:
             shape: The shape.
             best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
         """
-        found = self._outlooks[shape] = dict[int, float]()
         body = self.bodies.body(shape.sizes)
-        self.bodies.solved(body)
-        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
-        more = max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
+        menus, more = self._likely_menus(shape, body)
+        found: dict[int, tuple[float, StageProblem, StageSolution]] = {}
         for level in self.analysis.zero_levels(shape.mesh.dp):
-            problem = self._relaxed(shape, level, body)
-            if not self._pipeline(shape, problem, body.floor).may_beat(NEAR * best_s):
+            relaxed = self._relaxed(shape, level, body)
+            if not self._pipeline(shape, relaxed, body.floor).may_beat(NEAR * best_s):
                 continue
+            costs = self._least_costs(shape, level, body)
+            reduces = shape.num_microbatches if level >= 2 else 1
+            problem = replace(relaxed, blocks=with_costs(menus, costs, reduces, reduces))
             stages = self.problems.first_stages(problem)
             if stages is None:
                 continue
-            found[level] = more * stages.objective_s
-            if found[level] <= best_s:
-                order = best_order(
-                    shape.schedule, shape.warmup, shape.mesh, problem, stages,
-                    self.analysis.constraints,
-                )  # fmt: skip
-                found[level] = more * order.time_s
-            menus = zip(problem.blocks, stages.options, strict=True)
-            if all(option == 0 for _, option in menus):
+            found[level] = more * stages.objective_s, problem, stages
+            if all(option == 0 for option in stages.options):
                 break  # memory does not bind: leaner levels only cost time
-        return min(found.values(), default=math.inf)
+        self._outlooks[shape] = {level: row[0] for level, row in found.items()}
+        if not found:
+            return math.inf
+        likely_s, problem, stages = min(found.values(), key=lambda row: row[0])
+        if likely_s <= best_s:
+            order = best_order(
+                shape.schedule, shape.warmup, shape.mesh, problem, stages, self.analysis.constraints
+            )
+            likely_s = more * order.time_s
+        return likely_s
+
+    def _likely_menus(self, shape: Shape, body: Body) -> tuple[Sequence[BlockMenu], float]:
+        """Menus of a body as they are likely to be, and what their seconds are to be times.
+
+        Those of the nearest number of samples whose splits are known; relaxed ones with the work
+        of the body's own splits if there are none.
+        """
+        samples = 1 / (shape.num_microbatches * shape.mesh.dp)
+        known = self._known.get(shape.mesh.tp, {})
+        if known:
+            nearest = min(known, key=lambda other: (abs(math.log(samples / other)), other))
+            return part_of(known[nearest].menus, samples / nearest), 1.0
+        self.bodies.solved(body)
+        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
+        return body.least, max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
 
     def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
         """ZeRO levels that are worth working out beside a plan that is known."""
@@ -520,6 +544,8 @@ class Ranker:
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, stage_problem)
+        samples = 1 / (shape.num_microbatches * shape.mesh.dp)
+        self._known.setdefault(shape.mesh.tp, {}).setdefault(samples, table)
         stages = self.problems.first_stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)

@@ -26,6 +26,7 @@ from autopar.solver.assemble import Field, Outcome, as_allowed, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
@@ -135,7 +136,8 @@ def solve(  # noqa: PLR0913  the whole question in one call
         gives_remedy=gives_remedy,
     )
     try:
-        plan, stats = search.run()
+        with no_collections():
+            plan, stats = search.run()
     except InfeasibleError:
         if constraints.offload != "allowed" or is_cpu(cluster) or offload_fault(cluster):
             raise
