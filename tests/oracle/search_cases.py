@@ -96,12 +96,6 @@ class ChainSpace:
         bound = OrderBound(problem=shape, is_open=False, may_split=splits)
         return bound.quick().least_s() if effort == 1 else bound.least_s(enough_s)
 
-    def outlook_s(self, shape: StageProblem, best_s: float) -> float:
-        choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None
-        if choice is None:
-            return inf
-        return self._found(shape, solution_of(shape, *choice)).estimate_s
-
     def open(self, shape: StageProblem, best_s: float) -> Found | None:
         if shape.forms:
             return self._chosen(shape, FormChoice(shape).any())
