@@ -55,6 +55,7 @@ Sizes = tuple[int, int, int]
 EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LONG_CHAIN = 1_000  # blocks
+MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -264,10 +265,12 @@ class Ranker:
         """Menus of a body as they are likely to be, and what their seconds are to be times.
 
         Those of the nearest number of samples whose splits are known; relaxed ones with the work
-        of the body's own splits if there are none.
+        of the body's own splits if there are none. Work on few samples is dearer for each than
+        that on many, so that menus are not taken for much larger ones.
         """
         samples = 1 / (shape.num_microbatches * shape.mesh.dp)
         known = self._known.get(shape.mesh.tp, {})
+        known = {own: table for own, table in known.items() if samples <= MOST_GROWN * own}
         if known:
             nearest = min(known, key=lambda other: (abs(math.log(samples / other)), other))
             return part_of(known[nearest].menus, samples / nearest), 1.0
