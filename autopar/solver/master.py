@@ -318,6 +318,7 @@ class Master(Generic[S, C, V]):
     def _sharpen(self) -> None:
         """Lift the least bound with more effort, until it is one that had the last."""
         best_s, last = self._best_s(), self.space.efforts - 1
+        rows: list[_Opened[S, C] | _Waiting[S]]
         rows = [*self._opened, *self._heap, *self._aside, *self._empty]
         while rows and isfinite(best_s) and self._num_sharpened < MAX_SHARPENED:
             least = min(rows, key=lambda row: row.bound_s)
@@ -397,13 +398,15 @@ class Master(Generic[S, C, V]):
 
     # -- judging -------------------------------------------------------------------------------
     def _judge_by_hand(self) -> None:
-        """See that the best of what people would set up is among those judged, if it may fit."""
+        """See that the best of what people would set up is among those judged, if it may win."""
         by_hand = sorted(
             (o for o in self._opened if o.is_by_hand),
             key=lambda o: self.space.preference(o.candidate),
         )
         for row in by_hand[:NUM_BY_HAND]:
-            if not row.is_judged and not self._is_late():
+            best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
+            may_win = row.bound_s < best_s  # a bound of what the judge would find
+            if not row.is_judged and may_win and not self._is_late():
                 row.is_judged = True
                 self.verdicts.append(self.space.judge(row.candidate))
 

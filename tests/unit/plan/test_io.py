@@ -95,7 +95,7 @@ def test_an_edited_plan_is_refused_and_the_remedies_named(example_plan):
 
 def test_an_unknown_version_is_named(example_plan):
     text = edited(example_plan, lambda d: d.update(version=99))
-    with pytest.raises(PlanError, match="has version 99, this autopar reads version 4 and older"):
+    with pytest.raises(PlanError, match="has version 99, this autopar reads version 5 and older"):
         plan_from_json(text)
 
 
