@@ -37,10 +37,9 @@ from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
-from autopar.plan.orders import order_of
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
-from autopar.solver.step_paths import Path, StepPaths, Term
+from autopar.solver.step_paths import Path, Term, paths_of
 
 MAX_ROUNDS = 8
 MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
@@ -85,9 +84,11 @@ class PathBound:
             return math.inf
         if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
             return 0.0
-        order = order_of(problem.schedule, problem.mesh, problem.num_microbatches, self.warmup)
         reduces_each = any(menus[0].num_reduces > 1 for menus in problem.menus)
-        paths = StepPaths(order, problem.num_stages, reduces_each=reduces_each)
+        paths = paths_of(
+            problem.schedule, problem.mesh, problem.num_microbatches, self.warmup,
+            reduces_each=reduces_each,
+        )  # fmt: skip
         program = _Program(self)
         for path in paths.longest(program.even_seconds())[1]:
             program.add(path)
