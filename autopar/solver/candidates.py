@@ -69,7 +69,7 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
     for used in device_counts(cluster.num_devices):
         for tp in _degrees(wish.tp, _tp_choices(cluster)):
             for pp in _degrees(fixed_pp, _stage_counts(analysis, min(used, blocks))):
-                if used % (tp * pp):
+                if used % (tp * pp) and wish.dp is None:
                     continue
                 dp = used // (tp * pp)
                 if wish.dp is not None and dp != wish.dp:

@@ -20,6 +20,7 @@ from autopar.solver.state_forms import with_options
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least
+GAIN = 1e-3  # share of a step below which a try is the last
 
 
 def loosened(
@@ -50,15 +51,17 @@ def loosened(
     )
     step = int(limit_bytes * STEP)
     fits, exceeds, wide = 0, 0, limit_bytes
-    for _ in range(TRIES):
+    for tried in range(TRIES):
         found = _reopened(fine, ranker, wide)
         if found is None:
             return best
         last = evaluate(found)
         if last.fits:
-            fits = wide
-            if last.figures.step_s < best.figures.step_s:
+            fits, before_s = wide, best.figures.step_s
+            if last.figures.step_s < before_s:
                 best = last
+            if tried and before_s - last.figures.step_s < GAIN * before_s:
+                return best
         else:
             exceeds = wide
         wide = max(limit_bytes - _excess_bytes(last), fits + step)

@@ -90,7 +90,7 @@ class Misfit:
 
 
 def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]:
-    """Relaxed menus of a part of the samples: work and bytes shrink at most alike."""
+    """Menus of other numbers of samples; relaxed ones of fewer have at least so much work."""
     known: dict[str, BlockMenu] = {}
     for menu in {m.key: m for m in menus}.values():
         if menu.key not in known:
@@ -101,6 +101,8 @@ def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]
                     backward_s=share * o.backward_s,
                     weight_s=share * o.weight_s,
                     saved_bytes=int(share * o.saved_bytes),
+                    transient_bytes=int(share * o.transient_bytes),
+                    held_bytes=int(share * o.held_bytes),
                 )
                 for o in menu.options
             )

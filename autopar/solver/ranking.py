@@ -30,7 +30,6 @@ from autopar.solver.chain_sums import Chain
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
-from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut
 from autopar.solver.schedule_choice import (
     best_order,
@@ -43,12 +42,20 @@ from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import BlockMenu, StageProblem, least_memory_bytes
+from autopar.solver.stages_problem import (
+    BlockMenu,
+    StageProblem,
+    StageSolution,
+    least_memory_bytes,
+)
 from autopar.solver.state_forms import alike, useful
+from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
 EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
+LONG_CHAIN = 1_000  # blocks
+MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -78,6 +85,7 @@ class Ranker:
     _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
+    _known: dict[int, dict[float, BlockTable]] = field(default_factory=dict)
     _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
@@ -93,10 +101,9 @@ class Ranker:
             f"bodies and menus, {self.analysis.constraints.recompute}",
         )
         if key not in shared:
-            localizer = BlockLocalizer(self.analysis)
-            bodies = Bodies(self.analysis, localizer.spares)
-            shared[key] = (bodies, BlockTables(self.analysis, localizer))
-        self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
+            shared[key] = Work.of(self.analysis)
+        work = cast("Work", shared[key])
+        self.bodies, self.tables = work.bodies, work.tables
         self.problems = ShapeProblems(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
@@ -227,29 +234,49 @@ class Ranker:
             shape: The shape.
             best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
         """
-        found = self._outlooks[shape] = dict[int, float]()
         body = self.bodies.body(shape.sizes)
-        self.bodies.solved(body)
-        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
-        more = max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
+        menus, more = self._likely_menus(shape, body)
+        found: dict[int, tuple[float, StageProblem, StageSolution]] = {}
         for level in self.analysis.zero_levels(shape.mesh.dp):
-            problem = self._relaxed(shape, level, body)
-            if not self._pipeline(shape, problem, body.floor).may_beat(NEAR * best_s):
+            relaxed = self._relaxed(shape, level, body)
+            if not self._pipeline(shape, relaxed, body.floor).may_beat(NEAR * best_s):
                 continue
+            costs = self._least_costs(shape, level, body)
+            reduces = shape.num_microbatches if level >= 2 else 1
+            problem = replace(relaxed, blocks=with_costs(menus, costs, reduces, reduces))
             stages = self.problems.first_stages(problem)
             if stages is None:
                 continue
-            found[level] = more * stages.objective_s
-            if found[level] <= best_s:
-                order = best_order(
-                    shape.schedule, shape.warmup, shape.mesh, problem, stages,
-                    self.analysis.constraints,
-                )  # fmt: skip
-                found[level] = more * order.time_s
-            menus = zip(problem.blocks, stages.options, strict=True)
-            if all(option == 0 for _, option in menus):
+            found[level] = more * stages.objective_s, problem, stages
+            if all(option == 0 for option in stages.options):
                 break  # memory does not bind: leaner levels only cost time
-        return min(found.values(), default=math.inf)
+        self._outlooks[shape] = {level: row[0] for level, row in found.items()}
+        if not found:
+            return math.inf
+        likely_s, problem, stages = min(found.values(), key=lambda row: row[0])
+        if likely_s <= best_s:
+            order = best_order(
+                shape.schedule, shape.warmup, shape.mesh, problem, stages, self.analysis.constraints
+            )
+            likely_s = more * order.time_s
+        return likely_s
+
+    def _likely_menus(self, shape: Shape, body: Body) -> tuple[Sequence[BlockMenu], float]:
+        """Menus of a body as they are likely to be, and what their seconds are to be times.
+
+        Those of the nearest number of samples whose splits are known; relaxed ones with the work
+        of the body's own splits if there are none. Work on few samples is dearer for each than
+        that on many, so that menus are not taken for much larger ones.
+        """
+        samples = 1 / (shape.num_microbatches * shape.mesh.dp)
+        known = self._known.get(shape.mesh.tp, {})
+        known = {own: table for own, table in known.items() if samples <= MOST_GROWN * own}
+        if known:
+            nearest = min(known, key=lambda other: (abs(math.log(samples / other)), other))
+            return part_of(known[nearest].menus, samples / nearest), 1.0
+        self.bodies.solved(body)
+        least_s = sum(min(o.total_s for o in menu.options) for menu in body.least)
+        return body.least, max(1.0, body.floor.total_s / least_s) if least_s > 0 else 1.0
 
     def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
         """ZeRO levels that are worth working out beside a plan that is known."""
@@ -485,7 +512,8 @@ class Ranker:
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
-        By CP-SAT, or by moving blocks where ranks have several stages each.
+        By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
+        greedy cuts of hundreds of equal blocks leave little, and the program grows with them.
 
         Args:
             ranked: From :meth:`rank`.
@@ -493,7 +521,8 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        if problem.virtual > 1:
+        is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
+        if problem.virtual > 1 or is_long:
             stages = Recut(problem).improved(ranked.stages.starts)
         else:
             stages = solve_stages(problem)
@@ -518,6 +547,8 @@ class Ranker:
             if not bound.may_beat(NEAR * best_s):
                 fits = bound.may_beat(sys.float_info.max)
                 return None if fits else Misfit(shape, level, stage_problem)
+        samples = 1 / (shape.num_microbatches * shape.mesh.dp)
+        self._known.setdefault(shape.mesh.tp, {}).setdefault(samples, table)
         stages = self.problems.first_stages(stage_problem)
         if stages is None:
             return Misfit(shape, level, stage_problem)

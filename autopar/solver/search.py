@@ -26,6 +26,7 @@ from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
@@ -122,7 +123,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    search = _Search(
+    search = MeshSearch(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -136,10 +137,11 @@ def solve(  # noqa: PLR0913  the whole question in one call
         gives_remedy=gives_remedy,
     )
     may_offload = constraints.offload == "allowed" and not is_cpu(cluster)
-    if not may_offload or offload_fault(cluster):
-        plan, stats = search.run()
-    else:
-        plan, stats = either_place(search.run, ask, constraints), search.stats
+    with no_collections():
+        if not may_offload or offload_fault(cluster):
+            plan, stats = search.run()
+        else:
+            plan, stats = either_place(search.run, ask, constraints), search.stats
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -148,7 +150,9 @@ def _silent(_: str) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class MeshSearch:
+    """One search; arguments as of :func:`solve`."""
+
     graph: Graph
     model_hash: str
     cluster: Cluster
@@ -156,8 +160,8 @@ class _Search:
     optimizer: str
     limit_bytes: int
     model: CostModel
-    progress: Progress
-    time_limit_s: float | None
+    progress: Progress = _silent
+    time_limit_s: float | None = None
     analysis: Analysis | None = None
     gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
@@ -171,12 +175,25 @@ class _Search:
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
-    def run(self) -> tuple[Plan, SearchStats]:
+    def prepare(self) -> Analysis:
+        """Check what is asked, and get ready to answer.
+
+        Raises:
+            ConstraintError: The constraints contradict the model, the cluster or each other.
+        """
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
         analysis = self.analysis or Analysis(
             self.graph, self.cluster, self.model, self.constraints, self.optimizer
         )
         self._analysis = analysis
+        self._ranker = Ranker(analysis, self.limit_bytes)
+        self._leanest = {}
+        return analysis
+
+    def run(self) -> tuple[Plan, SearchStats]:
+        """The best plan and how the search went."""
+        analysis = self.prepare()
+        ranker = self._ranker
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
         self._phase("analysis")
@@ -184,8 +201,6 @@ class _Search:
             f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds, "
             f"{len(space)} shapes"
         )
-        self._ranker = ranker = Ranker(analysis, self.limit_bytes)
-        self._leanest = {}
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
         by_hand = set(grid(space, analysis.batch_size))
@@ -203,15 +218,7 @@ class _Search:
             raise self._infeasible(master.verdicts)
         verdicts = list(master.verdicts)
         if not self.is_late():
-            first, winner = (
-                winner,
-                loosened(
-                    winner,
-                    evaluate=lambda ranked: self._evaluate(analysis, ranker, ranked),
-                    ranker=ranker,
-                    limit_bytes=self.limit_bytes,
-                ),
-            )
+            first, winner = winner, self.loosened(winner)
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
         self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
@@ -316,6 +323,20 @@ class _Search:
         best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
         return leveled(self._ranker, best)
 
+    def loosened(self, outcome: Outcome) -> Outcome:
+        """The same with as little made again as the exact bytes allow."""
+        return loosened(
+            outcome,
+            evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
+            ranker=self._ranker,
+            limit_bytes=self.limit_bytes,
+        )
+
+    def recut(self, candidate: Ranked) -> Ranked:
+        """The same splits with better cuts, if some are found."""
+        found = self._ranker.refine(candidate, self.limit_bytes)
+        return min((r for r in (candidate, found) if isinstance(r, Ranked)), key=_preference)
+
     @property
     def efforts(self) -> int:
         """Levels of effort of a bound."""
@@ -373,7 +394,9 @@ class _Search:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures, self._bodies)
+        programs = localize(
+            analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
+        )
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)

@@ -138,11 +138,14 @@ class StepPaths:
                 found.append((self._index(Term.REDUCE, stage), None, None))
         return found
 
-    def longest(self, seconds: Sequence[Sequence[float]]) -> tuple[float, tuple[Path, ...]]:
+    def longest(
+        self, seconds: Sequence[Sequence[float]], *, most: int | None = None
+    ) -> tuple[float, tuple[Path, ...]]:
         """Seconds until all ranks are done, and the longest path to the end of every rank.
 
         Args:
             seconds: By term, by stage.
+            most: Of the ranks that end last, how many paths are wanted; all if left out.
         """
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
@@ -153,7 +156,7 @@ class StepPaths:
                 end_s = ends[beside]
             add(end_s + weights[term])
         last = sorted(self._ends, key=lambda at: -ends[at])
-        return ends[last[0]], tuple(self._path(at, ends) for at in last)
+        return ends[last[0]], tuple(self._path(at, ends) for at in last[:most])
 
     def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
         """Seconds until all ranks are done."""
