@@ -43,8 +43,8 @@ class ConstraintOptions(TypedDict, total=False):
         microbatch_statistics: Take batch statistics per micro-batch: another function of the
             batch, as gradient accumulation on one device.
         offload: ``"never"`` (also if left out); ``"allowed"``: the optimizer's state is kept in
-            host memory where nothing fits otherwise; ``"optimizer"``: it is kept there, and each
-            step brings it to the device chunk by chunk.
+            host memory where nothing else fits or that is faster; ``"optimizer"``: it is kept
+            there, and each step brings it to the device chunk by chunk.
     """
 
     dp: int | None

@@ -124,16 +124,6 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     )
 
 
-def as_allowed(plan: Plan) -> Plan:
-    """A plan with the optimizer's state in host memory, where the user allowed that."""
-    given = tuple(
-        replace(item, value="allowed") if item.name == "offload" else item
-        for item in plan.constraints
-    )
-    note = "the optimizer's state is kept in host memory: with it on the devices nothing fits"
-    return replace(plan, constraints=given, assumptions=(*plan.assumptions, note))
-
-
 def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
     ranked, mesh = winner.ranked, winner.ranked.shape.mesh
     chain, words = analysis.chain, winner.ranked.recompute_words

@@ -233,10 +233,12 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
                 f"constraint zero={zero_words(wish.zero)}: ZeRO splits over 2 data ranks or more, "
                 f"and {error}; or leave zero out"
             )
-    stages = (wish.pp or 1) * (wish.virtual or 1)
+    least = f"{(wish.pp or 1) * (wish.virtual or 1)} stages or more"
+    if isinstance(wish.zero, tuple):
+        least = f"zero={zero_words(wish.zero)} for {len(wish.zero)} stages"
     return ConstraintError(
         f"constraints leave no plan: dp={wish.dp or 'any'}, tp={wish.tp or 'any'}, "
-        f"pp={wish.pp or 'any'}, {stages} stages or more on {total} devices with "
+        f"pp={wish.pp or 'any'}, {least} on {total} devices with "
         f"{len(analysis.chain.blocks)} blocks and a batch of {batch}; free one of them"
     )
 

@@ -49,7 +49,7 @@ class Constraints:
         microbatch_statistics: Take batch statistics per micro-batch.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
         offload: ``"never"``; ``"allowed"``, the optimizer's state is kept in host memory where
-            nothing fits otherwise; ``"optimizer"``, it is kept there. None is never.
+            nothing else fits or that is faster; ``"optimizer"``, it is kept there. None is never.
     """
 
     dp: int | None = None

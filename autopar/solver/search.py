@@ -22,7 +22,7 @@ from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis, optimizer_s_per_byte
-from autopar.solver.assemble import Field, Outcome, as_allowed, assemble_plan
+from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
@@ -31,6 +31,7 @@ from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
+from autopar.solver.offload import either_place
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.recut import Recut
@@ -136,14 +137,12 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     )
-    try:
-        with no_collections():
+    may_offload = constraints.offload == "allowed" and not is_cpu(cluster)
+    with no_collections():
+        if not may_offload or offload_fault(cluster):
             plan, stats = search.run()
-    except InfeasibleError:
-        if constraints.offload != "allowed" or is_cpu(cluster) or offload_fault(cluster):
-            raise
-        plan = as_allowed(ask(replace(constraints, offload="optimizer")))
-        return plan, search.stats
+        else:
+            plan, stats = either_place(search.run, ask, constraints), search.stats
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 

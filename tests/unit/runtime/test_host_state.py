@@ -192,3 +192,30 @@ def test_a_compiled_model_trains_to_the_same_bits(early: bool):
         autopar.close(compiled)
     assert torch.equal(*losses)
     assert equal(first.parameters(), second.parameters())
+
+
+def test_a_checkpoint_resumes_to_the_same_bits(tmp_path):
+    def trained(steps: int, folder=None):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        batch = torch.randn(6, 4)
+        compiled = autopar.compile(
+            model, 1, batch, loss=lambda out, _: out.square().mean(), offload="optimizer"
+        )
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+        if folder is not None:
+            autopar.load_checkpoint(folder, compiled, optimizer)
+        for _ in range(steps):
+            compiled(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return compiled, optimizer
+
+    model, optimizer = trained(2)
+    autopar.save_checkpoint(tmp_path / "saved", model, optimizer)
+    autopar.close(model)
+    resumed, _ = trained(1, tmp_path / "saved")
+    whole, _ = trained(3)
+    assert equal(resumed.parameters(), whole.parameters())
+    autopar.close(resumed)
+    autopar.close(whole)

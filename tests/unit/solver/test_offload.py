@@ -99,6 +99,23 @@ def test_it_is_used_where_nothing_fits_otherwise_and_only_there(usual: Plan):
     assert (roomy.offload, roomy.time_s) == ("", usual.time_s)
 
 
+def test_it_is_used_where_that_is_faster(usual: Plan):
+    cluster = parse_devices(GPU)
+    machine = cluster.machines[0]
+    quick = replace(machine.device, host_link_bytes_per_s=1e14)
+    quick_cluster = replace(cluster, machines=(replace(machine, device=quick),))
+    tight = usual.peak_bytes - 20 * MIB
+    given = {"num_microbatches": 1}
+    here = plan_for(quick_cluster, tight, **given)
+    assert here.stages[0].recompute
+    plan = plan_for(quick_cluster, tight, offload="allowed", **given)
+    assert (plan.offload, plan.time_s < here.time_s) == ("optimizer", True)
+    assert plan.bound_s <= here.bound_s
+    assert any("with it on the devices a step takes" in text for text in plan.assumptions)
+    slow = plan_for(GPU, tight, offload="allowed", **given)
+    assert (slow.offload, slow.time_s) == ("", here.time_s)
+
+
 def test_why_not_offload():
     asker = Asker(question(GRAPH, GPU))
     plan, _ = asker.first()
