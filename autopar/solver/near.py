@@ -28,6 +28,7 @@ from autopar.solver.search import MeshSearch
 
 NUM_BOUNDED = 32  # shapes whose bounds are sharpened
 NUM_OPENED = 10  # shapes that are worked out, the old one left out
+SPARE = 0.03  # share of the memory that estimates leave empty
 MAX_TRIALS = 40  # cuts of a shape that is judged
 MOST_LONGER = 4  # times the computes of the old step
 NUM_JUDGED = 2  # of them, until one fits
@@ -151,8 +152,11 @@ def _judged(
 
 
 def _verdict(search: MeshSearch, ranked: Ranked) -> Outcome:
-    """A shape with blocks moved, judged; once more under a tighter limit if it exceeds the real."""
-    limit = search.limit_bytes
+    """A shape with blocks moved, judged; once more under a tighter limit if it exceeds the real.
+
+    Estimates are a little too small where many stages share a device: some room is left.
+    """
+    limit = int(search.limit_bytes * (1 - SPARE))
     ranked = search.moved(ranked, limit, MAX_TRIALS)
     outcome = search.evaluated(ranked)
     excess = max(
