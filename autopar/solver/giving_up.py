@@ -41,7 +41,7 @@ class Value:
         variable: Who makes it.
         result: Which of its results.
         is_read: Whether backward reads it.
-        makers: Who is run to make it again; empty if it is kept under every choice.
+        makers: Who is run to make it again; empty if it can't be.
         operands: What of the same block that takes, by place.
     """
 
@@ -78,6 +78,18 @@ def least_curve(
     return total, tuple((size, time_s) for _, size, time_s in steps)
 
 
+def least_kept_bytes(values: Sequence[Value], num_bytes: Sequence[int]) -> int:
+    """The least bytes from which all that is read can be had, if making it takes nothing.
+
+    Args:
+        values: What is there or can be made; those without makers can't be made.
+        num_bytes: Of each, at least.
+    """
+    if all(not value.makers for value in values):
+        return sum(size for v, size in zip(values, num_bytes, strict=True) if v.is_read)
+    return _Closure(values, num_bytes, {}).least_bytes()
+
+
 @dataclass(slots=True)
 class _Closure:
     """The linear program; bytes and seconds in shares of all."""
@@ -95,10 +107,12 @@ class _Closure:
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         solver, run = self._solver, {}
         for at, value in enumerate(self.values):
-            if not value.makers:
-                self._fixed_bytes += self.num_bytes[at] if value.is_read else 0
+            if not value.makers and value.is_read:
+                self._fixed_bytes += self.num_bytes[at]
                 continue
             self._have[at] = solver.NumVar(1.0 if value.is_read else 0.0, 1.0, "")
+            if not value.makers:
+                continue
             self._again[at] = solver.NumVar(0.0, 1.0, "")
             self._at_most(self._again[at], self._have[at])
             if value.makers not in run:
@@ -121,7 +135,8 @@ class _Closure:
         weights: dict[Variable, float] = {run: per_second * time_s for run, time_s in self._timed}
         for at, have in self._have.items():
             weights[have] = per_byte * self.num_bytes[at]
-            weights[self._again[at]] = -per_byte * self.num_bytes[at]
+        for at, again in self._again.items():
+            weights[again] = -per_byte * self.num_bytes[at]
         objective = self._solver.Objective()
         for variable, weight in weights.items():
             objective.SetCoefficient(variable, weight)
@@ -129,10 +144,15 @@ class _Closure:
         self._solver.Solve()
         kept = self._fixed_bytes
         for at, have in self._have.items():
-            share = have.solution_value() - self._again[at].solution_value()
+            share = have.solution_value()
+            share -= self._again[at].solution_value() if at in self._again else 0.0
             kept += int(self.num_bytes[at] * min(1.0, max(0.0, share)) + 0.5)
         spent_s = sum(time_s * run.solution_value() for run, time_s in self._timed)
         return kept, max(0.0, spent_s)
+
+    def least_bytes(self) -> int:
+        """Bytes of the choice that keeps the least, whatever it takes."""
+        return self._solve(0.0, 1.0 / max(1, sum(self.num_bytes)))[0]
 
     def hull(self, total: int) -> list[tuple[int, float]]:
         """Corners from what is kept if nothing is made again to the leanest, seconds less slack."""

@@ -16,6 +16,7 @@ from autopar.sharding.placement import Layout, R
 from autopar.sharding.stages import VIEW_OPS
 from autopar.solver.analysis import Analysis
 from autopar.solver.giving_up import Curve, Value, least_curve
+from autopar.solver.held_values import Held, HeldValues, Key
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute_blocks import Spare
 from autopar.solver.splits_problem import SplitsProblem
@@ -37,6 +38,7 @@ class SavedValues:
     structure: SplitsStructure
     spares: tuple[Spare | None, ...]
     _values: list[tuple[Value, ...]] = field(init=False)
+    _held: HeldValues = field(init=False)
     _group_of: dict[str, int] = field(init=False)
     _forward: set[str] = field(init=False)
 
@@ -67,6 +69,7 @@ class SavedValues:
             read = [key for key in keys if key not in seen and self._base(key) in group_of]
             seen.update(keys)
             self._values.append(self._cone(read, crossing, spares))
+        self._held = HeldValues(analysis, structure, crossing, spares)
 
     @staticmethod
     def _base(key: str) -> str:
@@ -160,14 +163,24 @@ class SavedValues:
         known: dict[tuple[Value, ...], Curve] = {}
         for values in self._values:
             if values not in known:
-                sizes = [self._bytes(v, problem, prices) for v in values]
+                sizes = [self._bytes((v.variable, v.result), problem, prices) for v in values]
                 known[values] = least_curve(values, sizes, operator_s)
         return [known[values] for values in self._values]
 
-    def _bytes(self, value: Value, problem: SplitsProblem, prices: PriceList) -> int:
-        variable = problem.variables[value.variable]
-        meta = self.structure.nodes[variable.name].metas()[value.result]
-        return _least_bytes(meta, variable.options[0].results[value.result], prices)
+    def held_bytes(self, problem: SplitsProblem, prices: PriceList) -> list[int]:
+        """Per block what it holds between the halves of its backward, at least."""
+        known: dict[Held, int] = {}
+        for at, held in enumerate(self._held.blocks):
+            if held not in known:
+                keys = {*held.gradients, *((v.variable, v.result) for v in held.values)}
+                sizes = {key: self._bytes(key, problem, prices) for key in keys}
+                known[held] = self._held.least_bytes(at, sizes)
+        return [known[held] for held in self._held.blocks]
+
+    def _bytes(self, key: Key, problem: SplitsProblem, prices: PriceList) -> int:
+        variable = problem.variables[key[0]]
+        meta = self.structure.nodes[variable.name].metas()[key[1]]
+        return _least_bytes(meta, variable.options[0].results[key[1]], prices)
 
 
 def _least_bytes(meta: TensorMeta | None, layout: Layout, prices: PriceList) -> int:
