@@ -93,14 +93,15 @@ class Shortfall:
     remedy: str
     degrees: Mapping[str, int] = field(default_factory=dict)
 
+    def amount(self, number: float) -> str:
+        """A number of the limit's unit, in words."""
+        if self.unit == "bytes":
+            return format_bytes(number)
+        return f"{number:{',.0f' if number == int(number) else '.4g'}} {self.unit}"
+
     def __str__(self) -> str:
         """One line: what, both numbers, remedy."""
-        is_memory = self.unit == "bytes"
-        needed, available = (
-            format_bytes(n) if is_memory else f"{n:{',.0f' if n == int(n) else '.4g'}} {self.unit}"
-            for n in (self.needed, self.available)
-        )
-        text = f"{self.what}: needs {needed}, has {available}"
+        text = f"{self.what}: needs {self.amount(self.needed)}, has {self.amount(self.available)}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

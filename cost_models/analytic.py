@@ -59,6 +59,13 @@ class AnalyticCostModel:
         # gloo's call is part of its links' latency
         return time_s if is_cpu or not time_s else time_s + self.constants.collective_call_s
 
+    def prices_like(self, other: object) -> bool:
+        """Whether another model's device and constants are these."""
+        return isinstance(other, AnalyticCostModel) and (self.device, self.constants) == (
+            other.device,
+            other.constants,
+        )
+
     def links(self, ranks: Sequence[int]) -> tuple[GroupLinks, Link]:
         """The links of a group by level, and the one that bounds a ring over it."""
         key = tuple(ranks)

@@ -47,6 +47,15 @@ class CostModel(Protocol):
 
 
 @runtime_checkable
+class Comparable(Protocol):
+    """A cost model that can tell whether another one has the same prices."""
+
+    def prices_like(self, other: object) -> bool:
+        """Whether operators, and collectives over equal links, take as long by another model."""
+        ...
+
+
+@runtime_checkable
 class HostCosts(Protocol):
     """What a cost model may know beside operators and collectives: what surrounds the programs."""
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProgramMemory:
     """What a program holds while it runs, beyond what is counted for the stage.
 
@@ -69,6 +70,11 @@ class ProgramMemory:
         """Which operator runs then; None if nothing is ever allocated."""
         return self.timeline.index(self.peak_bytes) if self.peak_bytes > 0 else None
 
+    @cached_property
+    def peak_moment(self) -> int:
+        """The first operator with the most bytes."""
+        return max(range(len(self.timeline)), key=self.timeline.__getitem__)
+
     def shares(self) -> list[float]:
         """Where each operator begins, as a share of the program's time."""
         weights = self.seconds or (1.0,) * len(self.timeline)
@@ -83,7 +89,7 @@ class ProgramMemory:
         if every_operator:
             return list(enumerate(starts))
         last = len(starts) - 1
-        peak = max(range(len(starts)), key=self.timeline.__getitem__)
+        peak = self.peak_moment
         return [(at, starts[at]) for at in sorted({0, peak, min(peak + 1, last), last})]
 
     def operator_words(self, position: int) -> str:
@@ -333,11 +339,23 @@ def order_timeline(
     return MemoryTimeline(rank, device.points(spans))
 
 
+def order_peak(
+    rank: int, actions: Sequence[Action], stages: Mapping[int, StageMemory]
+) -> MemoryPoint:
+    """The peak of :func:`order_timeline`, without the other moments.
+
+    Args:
+        rank: Pipeline rank.
+        actions: Its list; actions of stages that are left out of ``stages`` do nothing.
+        stages: Bytes by stage.
+    """
+    own = [a for a in actions if a.stage in stages and a.kind not in _MESSAGES]
+    return _Device(stages, {a.stage for a in own}, every_operator=False).peak(own)
+
+
 def order_peak_bytes(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> int:
     """The most bytes of :func:`order_timeline`, without its points."""
-    own = [a for a in actions if a.stage in stages and a.kind not in _MESSAGES]
-    device = _Device(stages, {a.stage for a in own}, every_operator=False)
-    return device.peak_bytes(own)
+    return order_peak(0, actions, stages).total_bytes
 
 
 @dataclass(slots=True)
@@ -401,34 +419,52 @@ class _Device:
             change = self._end(run.action) if is_end else self._begin(run.action)
             for part, size in change:
                 state[part] += size
-            parts = MemoryParts(
-                params_bytes=self.lasting.params_bytes + state["params"],
-                grads_bytes=self.lasting.grads_bytes + state["grads"],
-                optimizer_bytes=self.lasting.optimizer_bytes,
-                activations_bytes=state["saved"],
-                transient_bytes=state["waiting"],
-                buffers_bytes=self.lasting.buffers_bytes,
-            )
+            parts = self._parts(state)
             found.append(MemoryPoint(second, parts, None if is_end else run.action))
             if not is_end:
                 found += self._inside(run, parts)
         return tuple(found)
 
-    def peak_bytes(self, actions: Sequence[Action]) -> int:
-        """The most bytes while actions follow each other."""
-        most = alive = self.lasting.total_bytes
-        inside = {
-            (stage, kind): max(program.timeline, default=0)
-            for stage in {a.stage for a in actions}
-            for kind, program in self.stages[stage].programs.items()
-        }
-        for action in actions:
-            alive += sum(size for _, size in self._begin(action))
-            if action.kind is not K.UNSHARD or action.stage not in self.gathered:
-                most = max(most, alive + max(0, inside.get((action.stage, action.kind), 0)))
-            alive += sum(size for _, size in self._end(action))
-            most = max(most, alive)
-        return most
+    def peak(self, actions: Sequence[Action]) -> MemoryPoint:
+        """The first point of the most bytes, each action a second long."""
+        state = {"params": 0, "grads": 0, "saved": 0, "waiting": 0}
+        now = most = self.lasting.total_bytes
+        found = MemoryPoint(0.0, self.lasting)
+        for at, action in enumerate(actions):
+            for is_end in (False, True):
+                for part, size in self._end(action) if is_end else self._begin(action):
+                    state[part] += size
+                    now += size
+                program = None if is_end else self._program(action)
+                moment = 0 if program is None else program.peak_moment
+                inside = 0 if program is None else max(0, program.timeline[moment])
+                if now + inside > most:
+                    most = now + inside
+                    parts = self._parts(state)
+                    second = float(at + is_end)
+                    found = MemoryPoint(second, parts, None if is_end else action)
+                    if program is not None and inside > 0:
+                        parts = replace(parts, transient_bytes=parts.transient_bytes + inside)
+                        second += program.shares()[moment]
+                        found = MemoryPoint(second, parts, action, program, moment)
+        return found
+
+    def _parts(self, state: Mapping[str, int]) -> MemoryParts:
+        return MemoryParts(
+            params_bytes=self.lasting.params_bytes + state["params"],
+            grads_bytes=self.lasting.grads_bytes + state["grads"],
+            optimizer_bytes=self.lasting.optimizer_bytes,
+            activations_bytes=state["saved"],
+            transient_bytes=state["waiting"],
+            buffers_bytes=self.lasting.buffers_bytes,
+        )
+
+    def _program(self, action: Action) -> ProgramMemory | None:
+        """What an action runs; None if it holds nothing of its own."""
+        program = self.stages[action.stage].programs.get(action.kind)
+        if action.kind is K.UNSHARD and action.stage in self.gathered:
+            return None  # they are there already
+        return None if program is None or not program.timeline else program
 
     def _begin(self, action: Action) -> Iterator[tuple[str, int]]:
         stage = self.stages[action.stage]
@@ -473,10 +509,8 @@ class _Device:
             yield "grads", self.stages[stage].grads_bytes
 
     def _inside(self, run: _Run, parts: MemoryParts) -> Iterator[MemoryPoint]:
-        program = self.stages[run.action.stage].programs.get(run.action.kind)
-        if run.action.kind is K.UNSHARD and run.action.stage in self.gathered:
-            return  # they are there already
-        if program is None or not program.timeline:
+        program = self._program(run.action)
+        if program is None:
             return
         if id(program) not in self.moments:
             self.moments[id(program)] = program.moments(every_operator=self.every_operator)

@@ -99,6 +99,9 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
             return [compute]
         return [compute, Segment(lane=Lane.INTRA, seconds=comm_s, label="collectives")]
 
+    def copy(label: str) -> Segment:
+        return Segment(lane=Lane.COPY, seconds=time.copy_s / 2, label=label)
+
     # where the collectives of a backward stand is not known: first with the inputs' gradients
     input_s = max(0.0, time.backward_s - time.weight_s)
     input_comm_s = min(time.backward_comm_s, input_s)
@@ -110,6 +113,10 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
             K.BACKWARD: parts(time.backward_s, time.backward_comm_s),
             K.REDUCE_GRAD: parts(time.reduce_s / reductions, time.reduce_s / reductions),
             K.UNSHARD: parts(time.unshard_s, time.unshard_s),
-            K.OPTIMIZER: parts(time.optimizer_s, 0.0),
+            K.OPTIMIZER: [
+                *([copy("optimizer state from host memory")] if time.copy_s else []),
+                *parts(time.optimizer_s - time.copy_s, 0.0),
+                *([copy("optimizer state to host memory")] if time.copy_s else []),
+            ],
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from autopar.capture.tracing import Captured
 from autopar.ir.graph import Graph, InputKind, Phase
@@ -20,11 +21,12 @@ def hand_made_plan(
     *,
     num_microbatches: int = 1,
     num_devices: int | None = None,
-    zero: int = 0,
+    zero: int | Sequence[int] = 0,
     schedule: ScheduleKind | None = None,
     seed: int = 0,
 ) -> Plan:
-    """A plan that needs no search."""
+    """A plan that needs no search; ``zero`` is the level of all stages, or of each."""
+    levels = (zero,) * mesh.num_stages if isinstance(zero, int) else tuple(zero)
     graph = captured.graph
     signatures = signatures_of(graph)
     data = split_data_axes(graph, signatures, num_microbatches=num_microbatches, dp=mesh.dp).choices
@@ -49,7 +51,7 @@ def hand_made_plan(
                     mesh.rank_of(mesh.pipeline_rank(s), 0, 0) + i for i in range(per_rank)
                 ),
                 first=firsts[s],
-                zero_level=zero,
+                zero_level=levels[s],
             )
             for s in range(mesh.num_stages)
         ),

@@ -31,7 +31,7 @@ class ConstraintOptions(TypedDict, total=False):
         warmup: For 1F1B, the forwards that each pipeline rank runs before its first backward, such
             as ``(5, 3, 1)``.
         zero: ZeRO level, 0 to 3; from 1 on there are 2 data ranks or more, since it splits over
-            them.
+            them. One for all stages, or a list with one for each.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these.
         placements: Pattern of parameter names -> ``"R"`` or ``"S(dim)"`` over ``tp``, or
             ``"S(dim)@dp"`` for experts that are split over ``dp``.
@@ -42,6 +42,9 @@ class ConstraintOptions(TypedDict, total=False):
         sequence_parallel: True forces, False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch: another function of the
             batch, as gradient accumulation on one device.
+        offload: ``"never"`` (also if left out); ``"allowed"``: the optimizer's state is kept in
+            host memory where nothing else fits or that is faster; ``"optimizer"``: it is kept
+            there, and each step brings it to the device chunk by chunk.
     """
 
     dp: int | None
@@ -50,7 +53,7 @@ class ConstraintOptions(TypedDict, total=False):
     virtual: int | None
     num_microbatches: int | None
     schedule: str | None
-    zero: int | None
+    zero: int | Sequence[int] | None
     recompute: str | Mapping[str, str] | None
     placements: Mapping[str, str]
     stages: Sequence[str]
@@ -58,6 +61,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch_statistics: bool
     expert_capacity: float | None
     warmup: Sequence[int] | None
+    offload: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class UserConstraints:
     virtual: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
-    zero: int | None = None
+    zero: int | Sequence[int] | None = None
     recompute: str | Mapping[str, str] | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
     stages: Sequence[str] = ()
@@ -78,6 +82,7 @@ class UserConstraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: Sequence[int] | None = None
+    offload: str | None = None
 
     def for_solver(self) -> Constraints:
         """The same in the solver's type.
@@ -101,7 +106,7 @@ class UserConstraints:
             virtual=self.virtual,
             num_microbatches=self.num_microbatches,
             schedule=kind,
-            zero=self.zero,
+            zero=self.zero if isinstance(self.zero, int | None) else tuple(self.zero),
             recompute=self.recompute,
             placements=self.placements,
             boundaries=tuple(self.stages),
@@ -109,6 +114,7 @@ class UserConstraints:
             microbatch_statistics=self.microbatch_statistics,
             expert_capacity=self.expert_capacity,
             warmup=None if self.warmup is None else tuple(self.warmup),
+            offload=self.offload,
         )
 
 
@@ -137,7 +143,10 @@ def _check_kinds(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is None:
             continue
-        if name in _COUNTS:
+        if name == "zero":
+            fits = type(value) is int or _are_counts(value)
+            wanted = "a whole number, such as 2, or one for each stage, such as [1, 3]"
+        elif name in _COUNTS:
             fits, wanted = type(value) is int, "a whole number, such as 2"
         elif name == "expert_capacity":
             fits = type(value) in (int, float)

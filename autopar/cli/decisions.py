@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from autopar.api.options import ConstraintOptions
 
 _PLAIN = (
-    "dp", "tp", "pp", "virtual", "num_microbatches", "zero", "schedule", "sequence_parallel",
-    "microbatch_statistics", "expert_capacity",
+    "dp", "tp", "pp", "virtual", "num_microbatches", "schedule", "sequence_parallel",
+    "microbatch_statistics", "expert_capacity", "offload",
 )  # fmt: skip
 
 
@@ -30,7 +30,10 @@ def decisions(args: argparse.Namespace) -> ConstraintOptions:
     if args.recompute:
         given["recompute"] = _recompute(args.recompute)
     if args.warmup:
-        given["warmup"] = _depths(args.warmup)
+        given["warmup"] = _depths("--warmup", args.warmup)
+    if args.zero:
+        levels = _depths("--zero", args.zero)
+        given["zero"] = levels if len(levels) > 1 else levels[0]
     if args.placement:
         given["placements"] = dict(_pair("--placement", text) for text in args.placement)
     if args.stage:
@@ -87,10 +90,10 @@ def _recompute(texts: Sequence[str]) -> str | dict[str, str]:
     return dict(_pair("--recompute", text) for text in texts)
 
 
-def _depths(text: str) -> list[int]:
+def _depths(option: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--warmup {text!r}: write whole numbers, such as 3,2,1")
+        raise ConfigError(f"{option} {text!r}: write whole numbers, such as 3,2,1")
     return [int(part) for part in parts]
 
 

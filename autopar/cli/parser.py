@@ -120,8 +120,9 @@ def _time_limit(parser: argparse.ArgumentParser, text: str) -> None:
 def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     """Everything that ``autopar.compile`` takes as a constraint."""
     fixed = parser.add_argument_group(title, text)
-    for name in ("dp", "tp", "pp", "virtual", "num-microbatches", "zero"):
+    for name in ("dp", "tp", "pp", "virtual", "num-microbatches"):
         fixed.add_argument(f"--{name}", type=int, metavar="N")
+    fixed.add_argument("--zero", metavar="N", help="ZeRO level, or one for each stage: N,N,...")
     fixed.add_argument(
         "--schedule", metavar="WORD", help="gpipe, 1f1b, interleaved, zero_bubble, zbv"
     )
@@ -143,6 +144,9 @@ def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     )  # fmt: skip
     fixed.add_argument("--microbatch-statistics", action="store_true", default=None)
     fixed.add_argument("--expert-capacity", type=float, metavar="SHARES")
+    fixed.add_argument(
+        "--offload", metavar="WORD", help="never, allowed; optimizer: its state in host memory"
+    )
 
 
 def _report(found: Commands[argparse.ArgumentParser]) -> None:

@@ -101,6 +101,8 @@ class Device:
         host_operator_s: Seconds that the host needs to issue one operator of an eager training
             step, forward or backward; a step whose kernels are shorter waits for the host.
         host_step_s: Seconds per training step of host work that nothing hides.
+        host_link_bytes_per_s: Bandwidth of copies between the device and its host's memory, each
+            way; 0 where it is not known, or where the device has no memory of its own.
         curve: Share of the peaks that kernels reach.
         source: Where the figures come from.
         cost_per_hour: Price of one such device for an hour, in a currency of the user's; None where
@@ -117,6 +119,7 @@ class Device:
     reserved_bytes: int = 0
     host_operator_s: float = 0.0
     host_step_s: float = 0.0
+    host_link_bytes_per_s: float = 0.0
     curve: EfficiencyCurve = EfficiencyCurve()
     cost_per_hour: float | None = None
 
@@ -134,7 +137,9 @@ class Device:
         for name, value in numbers.items():
             if not value > 0:
                 raise ConfigError(f"device {self.name!r}: {name} is {value}, must be above 0")
-        for name in ("launch_overhead_s", "host_operator_s", "host_step_s"):
+        for name in (
+            "launch_overhead_s", "host_operator_s", "host_step_s", "host_link_bytes_per_s"
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"device {self.name!r}: {name} is {getattr(self, name)}, must be at least 0"

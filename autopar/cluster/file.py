@@ -164,6 +164,7 @@ def _device_data(device: Device) -> dict[str, object]:
         "launch_overhead_s": device.launch_overhead_s,
         "host_operator_s": device.host_operator_s,
         "host_step_s": device.host_step_s,
+        "host_link_bytes_per_s": device.host_link_bytes_per_s,
         "efficiency": asdict(device.curve),
         "source": device.source,
         **({} if device.cost_per_hour is None else {"cost_per_hour": device.cost_per_hour}),
@@ -173,8 +174,8 @@ def _device_data(device: Device) -> dict[str, object]:
 def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None]:
     known = {
         "based_on", "kind", "peak_flops", "memory", "reserved", "memory_bandwidth_bytes_per_s",
-        "launch_overhead_s", "host_operator_s", "host_step_s", "efficiency",
-        "cost_per_hour", "source",
+        "launch_overhead_s", "host_operator_s", "host_step_s", "host_link_bytes_per_s",
+        "efficiency", "cost_per_hour", "source",
     }  # fmt: skip
     entry = _Entry(where, value, known)
     base: Preset | None = None
@@ -207,6 +208,9 @@ def _device(where: str, name: str, value: object) -> tuple[Device, Preset | None
             ),
             host_operator_s=entry.number("host_operator_s", old.host_operator_s if old else 0.0),
             host_step_s=entry.number("host_step_s", old.host_step_s if old else 0.0),
+            host_link_bytes_per_s=entry.number(
+                "host_link_bytes_per_s", old.host_link_bytes_per_s if old else 0.0
+            ),
             curve=curve,
             cost_per_hour=cost,
             source=entry.text("source", f"given in {where}"),

@@ -12,6 +12,7 @@ Link bandwidths are what collectives reach, so data-sheet figures are multiplied
   messages and one group at a time.
 * Plain Ethernet and EFA shares 0.33 ``[fitted]``: TCP without zero-copy.
 * PCIe without peer-to-peer: a tenth to a fifth of the sheet's rate ``[fitted]``.
+* PCIe between a device and its host's pinned memory: 0.8 of the sheet's rate ``[general]``.
 
 ``[fitted]``: on published training runs, rounded by hand. ``tests/bench/fit_constants.py`` says how
 well these figures hold, fits its own from them, and predicts each source by a fit without it. A
@@ -31,6 +32,8 @@ from autopar.units import GB, GIB, MICRO_S, TERA
 NVLINK_EFFICIENCY = 0.85  # [fitted]
 RDMA_EFFICIENCY = 0.66  # [fitted]
 ETHERNET_EFFICIENCY = 0.33  # [fitted]
+HOST_LINK_EFFICIENCY = 0.8  # [general]
+PCIE_GB_PER_S = {3: 15.75, 4: 31.5, 5: 63.0}  # of 16 lanes each way, by generation [data sheet]
 
 # [general] A context takes 0.5 GiB, NCCL and cuBLAS workspaces about as much.
 CONTEXT_BYTES = 1 * GIB
@@ -81,6 +84,7 @@ def _gpu(
     bandwidth_gb_per_s: float,
     curve: EfficiencyCurve,
     host: _Host,
+    pcie: int,
     source: str,
 ) -> Device:
     memory_bytes = int(memory_gib * GIB)
@@ -94,6 +98,7 @@ def _gpu(
         launch_overhead_s=KERNEL_OVERHEAD_S,
         host_operator_s=host.operator_us * MICRO_S,
         host_step_s=host.step_ms * 1e-3,
+        host_link_bytes_per_s=HOST_LINK_EFFICIENCY * PCIE_GB_PER_S[pcie] * GB,
         curve=curve,
         source=source,
     )
@@ -203,6 +208,7 @@ def _v100(name: str, memory_gib: float) -> Preset:
                 memory_fraction=0.79,  # [fitted]
             ),
             host=_V100_HOST,
+            pcie=3,
             source="NVIDIA V100 SXM2 [data sheet]; no bfloat16, it runs at the rate of float32",
         ),
         machine_size=8,
@@ -220,6 +226,7 @@ def _a100(name: str, memory_gib: float, bandwidth_gb_per_s: float) -> Preset:
             bandwidth_gb_per_s=bandwidth_gb_per_s,
             curve=_A100_CURVE,
             host=_A100_HOST,
+            pcie=4,
             source="NVIDIA A100 SXM4 [data sheet]",
         ),
         machine_size=8,
@@ -243,6 +250,7 @@ def _hopper(
             bandwidth_gb_per_s=bandwidth_gb_per_s,
             curve=curve,
             host=_HOPPER_HOST,
+            pcie=5,
             source=source,
         ),
         machine_size=8,
@@ -319,6 +327,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     attention_backward_fraction=0.3,
                 ),
                 host=_L4_HOST,
+                pcie=4,
                 source="NVIDIA L4 [data sheet], dense = half of the printed sparse rates",
             ),
             machine_size=8,
@@ -340,6 +349,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     memory_fraction=0.9,  # [fitted]
                 ),
                 host=_A10G_HOST,
+                pcie=4,
                 source="NVIDIA A10G [data sheet]; 70 TFLOP/s dense half precision as listed by "
                 "llm-analysis, while the A10 (no G) has 125",
             ),
@@ -362,6 +372,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     memory_fraction=0.62,  # [fitted]
                 ),
                 host=_T4_HOST,
+                pcie=3,
                 source="NVIDIA T4 [data sheet]; no bfloat16, it runs at the rate of float32",
             ),
             machine_size=4,

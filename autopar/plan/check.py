@@ -121,6 +121,8 @@ def _splits(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
+    if plan.offload not in ("", "optimizer"):
+        yield f"it offloads {plan.offload!r}; what can be in host memory is 'optimizer', its state"
     if 0 < plan.memory_limit_bytes < plan.peak_bytes:
         yield (
             f"it needs {plan.peak_bytes:,} bytes on the worst device, "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.plan.answers import Sections, sections_text
 from autopar.plan.explain import fullest_rank, plan_name, rank_words
+from autopar.plan.level_words import level_words
 from autopar.plan.time_terms import TERM_WORDS, plan_terms, term_changes
 from autopar.plan.types import Plan, StagePlan
 from autopar.units import format_bytes, format_time
@@ -119,6 +120,12 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
+def _state_places(before: Plan, after: Plan) -> tuple[str, str]:
+    """Where the optimizer's state is kept."""
+    first, second = ("host memory" if p.offload else "the devices" for p in (before, after))
+    return first, second
+
+
 def _changes(rows: Iterable[tuple[str, object, object]]) -> list[Change]:
     return [
         Change(what=what, before=str(old), after=str(new)) for what, old, new in rows if old != new
@@ -140,6 +147,7 @@ def _shape(before: Plan, after: Plan) -> list[Change]:
             ("schedule", before.schedule.value, after.schedule.value),
             ("warm-up", _warmup(before), _warmup(after)),
             ("optimizer", before.optimizer, after.optimizer),
+            ("optimizer state", *_state_places(before, after)),
             ("precision", before.precision or "the model's", after.precision or "the model's"),
             (
                 "memory limit",
@@ -176,9 +184,8 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
     rows: list[tuple[str, object, object]] = [
         ("number of stages", len(before.stages), len(after.stages))
     ]
-    levels = [sorted({s.zero_level for s in plan.stages}) for plan in (before, after)]
-    old_levels, new_levels = (", ".join(map(str, level)) for level in levels)
-    rows.append(("ZeRO level", old_levels, new_levels))
+    levels = [level_words([s.zero_level for s in plan.stages]) for plan in (before, after)]
+    rows.append(("ZeRO level", levels[0], levels[1]))
     if len(before.stages) != len(after.stages):
         counts = [sum(len(s.recompute) for s in plan.stages) for plan in (before, after)]
         rows.append(("operators recomputed", f"{counts[0]:,}", f"{counts[1]:,}"))

@@ -6,12 +6,14 @@ needs the model says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import isfinite
 
 from autopar.errors import ConfigError
 from autopar.plan.answers import Binding, Loss, ParamExplanation, PlanExplanation
 from autopar.plan.explain_pipelines import far_words, pipeline_binding
+from autopar.plan.level_words import level_words
 from autopar.plan.time_terms import busiest_rank, plan_terms, term_changes
 from autopar.plan.types import Candidate, MemoryParts, MeshShape, Plan, TimeTerms
 from autopar.units import format_bytes, format_time
@@ -119,12 +121,20 @@ def decided_by(plan: Plan, names: tuple[str, ...]) -> str:
 
 
 def candidate_name(
-    mesh: MeshShape, num_microbatches: int, schedule: str, zero_level: int, recompute: str
+    mesh: MeshShape, num_microbatches: int, schedule: str, levels: Sequence[int], recompute: str
 ) -> str:
-    """A plan in a few words."""
+    """A plan in a few words.
+
+    Args:
+        mesh: Of the plan.
+        num_microbatches: Per step.
+        schedule: Its name.
+        levels: ZeRO level of every stage, or the one of all.
+        recompute: In words, or ``"none"``.
+    """
     parts = [str(mesh), f"{num_microbatches} micro-batch{'es' * (num_microbatches != 1)}", schedule]
     if mesh.dp > 1:
-        parts.append(f"ZeRO {zero_level}")
+        parts.append(f"ZeRO {level_words(levels)}")
     if recompute != "none":
         parts.append(f"recompute {recompute}")
     return ", ".join(parts)
@@ -136,10 +146,11 @@ def plan_name(plan: Plan) -> str:
         shapes = "; ".join(map(str, plan.pipelines))
         count = len(plan.pipelines)
         return f"{count} pipeline{'s' * (count != 1)}, {plan.schedule.value}: {shapes}"
-    level = max((stage.zero_level for stage in plan.stages), default=0)
+    levels = [stage.zero_level for stage in plan.stages]
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"
-    return candidate_name(plan.mesh, plan.num_microbatches, plan.schedule.value, level, recompute)
+    name = candidate_name(plan.mesh, plan.num_microbatches, plan.schedule.value, levels, recompute)
+    return f"{name}, optimizer state in host memory" if plan.offload else name
 
 
 def largest_parts(memory: MemoryParts) -> str:
@@ -190,9 +201,9 @@ def _memory_binding(plan: Plan) -> list[Binding]:
     if count:
         which = "" if len(plan.stages) == 1 else f" in {count} of {len(plan.stages)} stages"
         paid.append(f"operators are recomputed{which}")
-    level = max(s.zero_level for s in plan.stages)
-    if level >= 2:
-        paid.append(f"ZeRO {level} shards state")
+    levels = [s.zero_level for s in plan.stages]
+    if max(levels[s] for s in plan.mesh.stages_of(rank)) >= 2:
+        paid.append(f"ZeRO {level_words(levels)} shards state")
     if paid:
         text += f"; {', '.join(paid)}"
     return [Binding(kind="memory", where=where, share=share, text=text)]
@@ -273,7 +284,7 @@ def _loss(candidate: Candidate, plan: Plan, terms: TimeTerms | None) -> Loss:
         candidate.mesh,
         candidate.num_microbatches,
         candidate.schedule.value,
-        candidate.zero_level,
+        candidate.zero_levels or (candidate.zero_level,),
         candidate.recompute,
     )
     time_s = candidate.time_s if isfinite(candidate.time_s) else 0.0

@@ -24,8 +24,8 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 4
-READABLE = (1, 2, 3, 4)
+VERSION = 5
+READABLE = (1, 2, 3, 4, 5)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -43,10 +43,11 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "cost_per_step": (None, 4),
         "cost_bound": (None, 4),
         "cost_limit": (None, 4),
+        "offload": ("", 5),
     },
     "MeshShape": {"placement": ("loop", 4)},
-    "TimeParts": {"weight_s": (0.0, 4)},
-    "Candidate": {"terms": (None, 4), "warmup": (None, 4)},
+    "TimeParts": {"weight_s": (0.0, 4), "copy_s": (0.0, 5)},
+    "Candidate": {"terms": (None, 4), "warmup": (None, 4), "zero_levels": ([], 5)},
 }
 """Record -> fields that came later: their value in older files, and the first version."""
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

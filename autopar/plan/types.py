@@ -171,6 +171,7 @@ class TimeParts:
 
     ``forward_s`` and ``backward_s`` include their collectives. ``weight_s`` is the part of
     ``backward_s`` that makes the gradients of weights, where a schedule runs it apart; else 0.
+    ``copy_s`` is the part of ``optimizer_s`` that copies its state from host memory and back.
     """
 
     forward_s: float = 0.0
@@ -182,6 +183,7 @@ class TimeParts:
     unshard_s: float = 0.0
     optimizer_s: float = 0.0
     weight_s: float = 0.0
+    copy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +259,10 @@ class Candidate:
     """A plan that was considered: what it was and why it lost (empty for the winner).
 
     Attributes:
+        zero_level: The highest of any stage.
         terms: Where its time goes, by the same measure as ``time_s``; None if nothing was priced.
         warmup: As in :class:`Plan`.
+        zero_levels: By stage, where they differ; else empty.
     """
 
     mesh: MeshShape
@@ -271,6 +275,7 @@ class Candidate:
     reason: str
     terms: TimeTerms | None = None
     warmup: tuple[int, ...] | None = None
+    zero_levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +310,7 @@ class Plan:
         peak_at: When that is, in words: stage, pass, micro-batch, operator; "" if not known.
         memory_limit_bytes: The limit it was made under.
         optimizer: Optimizer assumed for state bytes.
+        offload: What is kept in host memory: ``"optimizer"``, its state; "" for nothing.
         unruled: Operators without a rule (replicated), as ``"op at source"``.
         assumptions: What was taken for granted, in sentences.
         provenance: Versions and sources of prices.
@@ -360,6 +366,7 @@ class Plan:
     cost_per_step: float | None = None
     cost_bound: float | None = None
     cost_limit: float | None = None
+    offload: str = ""
 
     @property
     def gap(self) -> float:
@@ -447,7 +454,8 @@ class Plan:
             f"{self.schedule.value}, {_counted(self.num_microbatches, 'micro-batch')}, "
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.memory_limit_bytes)} on the worst device"
-            + (f", {self.precision} with float32 masters" if self.precision else ""),
+            + (f", {self.precision} with float32 masters" if self.precision else "")
+            + (", optimizer state in host memory" if self.offload else ""),
         ]
         lines += [
             f"stage {s.index}: {_ranks(s.devices)}, {_counted(s.parameters, 'parameter')}, "

@@ -158,12 +158,19 @@ def with_words(plan: Plan, graph: Graph) -> Plan:
 
 
 def _sharded_at_rest(plan: Plan, graph: Graph, splits: Mapping[str, str]) -> Collection[str]:
-    """Parameters that ZeRO-3 shards; all stages have the same level."""
-    if plan.mesh.dp == 1 or any(stage.zero_level < 3 for stage in plan.stages):
+    """Parameters that ZeRO-3 shards: those of stages with that level."""
+    levels = [stage.zero_level for stage in plan.stages]
+    if plan.mesh.dp == 1 or max(levels, default=0) < 3:
         return ()
+    owner: dict[str, int] = {}
+    if min(levels) < 3:
+        stage_of = assign_stages(graph, tuple(s.first for s in plan.stages[1:])).stage
+        for node in graph.nodes:
+            for ref in node.refs() if node.name in stage_of else ():
+                owner[ref] = min(owner.get(ref, len(levels)), stage_of[node.name])
     found = set()
     for entry in graph.of_kind(InputKind.PARAM):
-        if entry.meta is not None:
+        if entry.meta is not None and levels[owner.get(entry.name, 0)] == 3:
             compute = (R, R, parse_placement(splits.get(entry.name, "R")))
             layout = storage_layout(entry.meta, compute, plan.mesh.dp, 3)
             if not isinstance(layout[1], Replicate):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
 from autopar.plan.explain import like_for_like_s
+from autopar.plan.level_words import short_levels
 from autopar.plan.types import Candidate, CollectiveTotal, Plan, StagePlan
 from autopar.report.fold import fold_braces, fold_ranks, fold_scopes
 from autopar.report.layout import Lines, names, numbers, table, words
@@ -182,7 +183,7 @@ def runners_up_table(plan: Plan, width: int) -> Lines:
     recomputed = any(stage.recompute for stage in plan.stages)
     own = [
         str(plan.mesh), plan.schedule.value, str(plan.num_microbatches),
-        str(max(s.zero_level for s in plan.stages)) if plan.stages else "-",
+        short_levels([s.zero_level for s in plan.stages]),
         "see above" if recomputed else "none",
         format_time(plan.objective_s) if plan.objective_s > 0 else "-", format_time(plan.time_s),
         _short_bytes(plan.peak_bytes), "(this plan)",
@@ -193,7 +194,8 @@ def runners_up_table(plan: Plan, width: int) -> Lines:
         rows.append(
             [
                 str(candidate.mesh), candidate.schedule.value, str(candidate.num_microbatches),
-                str(candidate.zero_level), _in_blocks(candidate.recompute), estimate, simulated,
+                short_levels(candidate.zero_levels or (candidate.zero_level,)),
+                _in_blocks(candidate.recompute), estimate, simulated,
                 _short_bytes(candidate.peak_bytes), reason,
             ]
         )  # fmt: skip

@@ -180,8 +180,16 @@ def _header(plan: Plan, width: int) -> Lines:
     if plan.peak_at:
         rows.append(("peak", plan.peak_at))
     if plan.mode == "train":
-        rows.append(("optimizer", f"{plan.optimizer}, assumed"))
+        rows.append(("optimizer", f"{plan.optimizer}, assumed{_copies(plan)}"))
     return pairs(rows, width)
+
+
+def _copies(plan: Plan) -> str:
+    """Where the optimizer's state is, if it is not on the devices."""
+    if not plan.offload:
+        return ""
+    copy_s = max((stage.time.copy_s for stage in plan.stages), default=0.0)
+    return f"; its state in host memory, copied both ways in {format_time(copy_s)} of a step"
 
 
 def _memory(plan: Plan, width: int) -> Lines:

@@ -14,6 +14,7 @@ from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import ParamSpec
 from autopar.units import format_bytes
 from cost_models.memory import optimizer_kind, optimizer_state_bytes
+from cost_models.offload import resident_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ _TENSORS = {
     "adadelta": 2, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1,
     "nadam": 2, "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
 }  # fmt: skip
+ELEMENTWISE = frozenset(_TENSORS) - {"muon"}
+"""Optimizers that step every parameter by itself, whatever others do."""
 _FURTHER = ("momentum", "amsgrad", "centered")  # options that keep one more
 _OWN_MOMENTUM = ("muon",)  # whose momentum is counted already
 _STORAGE_AXES = 2
@@ -53,12 +56,17 @@ def check_memory(optimizer: Optimizer, priced: str, plan: Plan, specs: Iterable[
     if not plan.memory_limit_bytes or not any(s.memory.total_bytes for s in plan.stages):
         return  # a plan from elsewhere, without figures
     trained = [spec for spec in specs if spec.requires_grad]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    is_cpu = all(p.device.type == "cpu" for p in held)
     worst_bytes, planned_bytes, state_bytes = 0, 0, 0
     for rank in range(plan.mesh.pp):
         stages = [s for s in plan.stages if plan.mesh.pipeline_rank(s.index) == rank]
         planned = sum(s.memory.optimizer_bytes for s in stages)
         own = [p for p in trained if plan.mesh.pipeline_rank(p.owner) == rank]
-        state = sum(_state_bytes(p, tensors, plan) for p in own)
+        sizes = [_state_bytes(p, tensors, plan) for p in own]
+        state = sum(sizes)
+        if plan.offload:
+            state = resident_bytes(state, max(sizes, default=0), is_cpu=is_cpu)
         total = sum(s.memory.total_bytes for s in stages) - planned + state
         if total > worst_bytes:
             worst_bytes, planned_bytes, state_bytes = total, planned, state

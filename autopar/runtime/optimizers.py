@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopar.errors import ConfigError
 from autopar.plan.types import Plan
 from autopar.runtime.adafactor import route_adafactor
+from autopar.runtime.host_state import HostState, keep_on_host
 from autopar.runtime.optimizer_memory import check_memory
 from autopar.runtime.optimizer_state import (
     GroupNames,
@@ -57,6 +58,8 @@ class OptimizerGuard:
         self._born: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[Optimizer, tuple[GroupNames, GroupNames]]
         self._shared = weakref.WeakKeyDictionary()
+        self._on_host: weakref.WeakKeyDictionary[Optimizer, HostState]
+        self._on_host = weakref.WeakKeyDictionary()
         self._count = 0
         self._is_distributed = False
         self._plan: Plan | None = None
@@ -121,6 +124,8 @@ class OptimizerGuard:
             self._named[optimizer] = self._count
             self._count += 1
             name_state(optimizer, weakref.ref(self))
+            if self._plan is not None and self._plan.offload:
+                self._on_host[optimizer] = keep_on_host(optimizer)
             if self._plan is not None:
                 check_memory(optimizer, self._priced, self._plan, self.store.every.values())
 

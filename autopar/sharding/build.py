@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
@@ -16,6 +16,7 @@ from autopar.ir.graph import (
     TensorMeta,
 )
 from autopar.ir.precision_rules import sum_dtype
+from autopar.sharding.alike import Likeness, Words, likeness
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
 from autopar.sharding.parameters import Mover, param_spec, parameter_inputs
@@ -39,15 +40,26 @@ EMPTY = Graph((), (), ())
 
 @dataclass(slots=True)
 class KeptBodies:
-    """Local operators of the last decisions; those that differ in what is made again share them."""
+    """Local operators of the last decisions: others that differ in what is made again share them.
+
+    Attributes:
+        decisions: The last ones, but for what is made again and how parameters rest.
+        layouts: Of all values.
+        bodies: By stage, of those that were localized.
+    """
 
     decisions: Decisions | None = None
     layouts: Layouts | None = None
-    bodies: list[StageBody] = field(default_factory=list)
+    bodies: dict[int, StageBody] = field(default_factory=dict)
 
 
 def localize(
-    graph: Graph, decisions: Decisions, signatures: Signatures, kept: KeptBodies | None = None
+    graph: Graph,
+    decisions: Decisions,
+    signatures: Signatures,
+    kept: KeptBodies | None = None,
+    *,
+    words: Words | None = None,
 ) -> LocalPrograms:
     """The programs of every stage.
 
@@ -55,6 +67,8 @@ def localize(
         graph: The joint graph, global shapes.
         decisions: What the plan says.
         signatures: Named dims of every operator (:func:`signatures_of`).
+        words: For programs that are priced, not run: stages that are alike then share those of
+            the first of them, under its names (:mod:`autopar.sharding.alike`).
         kept: What the last call for this graph with this argument has made, if that fits.
 
     Raises:
@@ -65,13 +79,22 @@ def localize(
     kept = kept or KeptBodies()
     key = replace(decisions, recompute=frozenset(), zero_levels=())
     if kept.decisions != key or kept.layouts is None:
-        kept.decisions, kept.layouts = key, Layouts.of(graph, decisions)
-        kept.bodies = [
-            StageLocalizer(stage, kept.layouts, signatures, stage_map).run(demands[stage])
-            for stage in range(stage_map.num_stages)
-        ]
-    builder = _Builder(graph, decisions, kept.layouts, stage_map, demands, kept.bodies)
-    return builder.build(signatures)
+        kept.decisions, kept.layouts, kept.bodies = key, Layouts.of(graph, decisions), {}
+    layouts, count = kept.layouts, stage_map.num_stages
+    alike = Likeness(tuple(range(count)), ({},) * count, ({},) * count)
+    if words is not None:
+        alike = likeness(layouts.inputs, decisions, stage_map, demands, words)
+    bodies: list[StageBody] = []
+    for stage, at in enumerate(alike.of):
+        if at != stage:
+            bodies.append(alike.body(stage, bodies[at], demands[stage], stage_map))
+            continue
+        if stage not in kept.bodies:
+            localizer = StageLocalizer(stage, layouts, signatures, stage_map)
+            kept.bodies[stage] = localizer.run(demands[stage])
+        bodies.append(kept.bodies[stage])
+    made = _Builder(graph, decisions, layouts, stage_map, demands, bodies, alike)
+    return made.build(signatures)
 
 
 def signatures_of(
@@ -109,19 +132,30 @@ class _Builder:
     map: StageMap
     demands: tuple[StageDemand, ...]
     bodies: list[StageBody]
+    alike: Likeness
+    values: dict[tuple[OutputKind, str], str] = field(default_factory=dict)
+    own: dict[int, list[ParamSpec]] = field(default_factory=dict)  # parameters, by stage
 
     def build(self, signatures: Signatures) -> LocalPrograms:
+        self.values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         varying = self._has_varying()
-        halves = [self._halves(body) for body in self.bodies]
+        halves: list[Halves] = []
+        for body, at in zip(self.bodies, self.alike.of, strict=True):
+            halves.append(self._halves(body) if at == body.index else halves[at])
         params = self._params(halves)
+        for spec in params.values():
+            for stage in spec.stages:
+                self.own.setdefault(stage, []).append(spec)
         forward_edges, backward_edges = self._edges()
-        stages = tuple(
-            self._programs(body, half, params)
-            for body, half in zip(self.bodies, halves, strict=True)
-        )
+        stages: list[StagePrograms] = []
+        for body, half, at in zip(self.bodies, halves, self.alike.of, strict=True):
+            is_own = at == body.index
+            stages.append(
+                self._programs(body, half) if is_own else replace(stages[at], index=body.index)
+            )
         return LocalPrograms(
             axis_sizes=self.decisions.axis_sizes,
-            stages=stages,
+            stages=tuple(stages),
             params=params,
             buffers={
                 i.target: i.meta for i in self.graph.of_kind(InputKind.BUFFER) if i.meta is not None
@@ -134,7 +168,7 @@ class _Builder:
             forward_edges=forward_edges,
             backward_edges=backward_edges,
             edge_metas=self._edge_metas(),
-            grads=self._grads(params),
+            grads=self._grads(),
             saved={body.index: half.saved for body, half in zip(self.bodies, halves, strict=True)},
             unruled=tuple(
                 f"{n.op} at {n.source or n.name}"
@@ -165,7 +199,7 @@ class _Builder:
         }
 
     def _stages_of(
-        self, stages: tuple[StagePrograms, ...], kind: InputKind, output: OutputKind | None
+        self, stages: Sequence[StagePrograms], kind: InputKind, output: OutputKind | None
     ) -> dict[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {i.target: set() for i in self.graph.of_kind(kind)}
         for stage in stages:
@@ -179,13 +213,12 @@ class _Builder:
 
     def _results(self, varying: bool) -> tuple[ResultSpec, ...]:
         specs = []
-        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         for body in self.bodies:
             for kind, target, _, layout in body.results:
                 full = self._full(layout)
                 if kind is OutputKind.MUTATION and varying:
                     full = (Varying(), *full[1:])
-                meta = self.layouts.metas[values[kind, target]]
+                meta = self.layouts.metas[self.values[kind, target]]
                 specs.append(
                     ResultSpec(
                         kind=kind, target=target, stage=body.index, spec=TensorSpec(meta, full)
@@ -193,10 +226,10 @@ class _Builder:
                 )
         return tuple(specs)
 
-    def _grads(self, params: Mapping[str, ParamSpec]) -> dict[tuple[int, str], TensorSpec]:
+    def _grads(self) -> dict[tuple[int, str], TensorSpec]:
         found = {}
         for body in self.bodies:
-            for spec in params.values():
+            for spec in self.own.get(body.index, ()):
                 targets = [p.target for p in spec.parts] or [spec.name]
                 for target in targets:
                     if target in body.grads:
@@ -256,15 +289,16 @@ class _Builder:
         entries = parameter_inputs(self.graph)
         used: dict[str, set[int]] = {name: set() for name in entries}
         by_target = {i.target: i.param for i in self.graph.of_kind(InputKind.PARAM)}
-        inputs = self.graph.input_map()
+        inputs = self.layouts.inputs
         for body, half in zip(self.bodies, halves, strict=True):
             read = {r for n in (*half.forward, *half.backward) for r in n.refs()}
             read |= {ref.name for _, _, ref, _ in body.results} | set(half.saved)
             for target in body.grads:
                 used[by_target[target]].add(body.index)
-            for name in body.read_inputs:
+            own = self.alike.names[body.index]
+            for name in self.bodies[self.alike.of[body.index]].read_inputs:
                 if name in read and inputs[name].kind is InputKind.PARAM:
-                    used[inputs[name].param].add(body.index)
+                    used[inputs[own.get(name, name)].param].add(body.index)
         levels = self.decisions.zero_levels
         specs = {}
         for name, parts in entries.items():
@@ -273,9 +307,7 @@ class _Builder:
             specs[name] = param_spec(name, parts, stages, level, self.layouts, self.decisions)
         return specs
 
-    def _programs(
-        self, body: StageBody, half: Halves, params: Mapping[str, ParamSpec]
-    ) -> StagePrograms:
+    def _programs(self, body: StageBody, half: Halves) -> StagePrograms:
         describe = self._describe(body)
         forward_outputs = self._forward_outputs(body, half)
         backward_outputs = self._backward_outputs(body)
@@ -285,16 +317,16 @@ class _Builder:
         in_backward.update({n: (InputKind.SAVED, n, metas[n]) for n in saved})
         return StagePrograms(
             index=body.index,
-            unshard=self._unshard(body, params),
+            unshard=self._unshard(body),
             prologue=self._prologue(body),
             forward=assemble(half.forward, forward_outputs, describe),
             backward=assemble(half.backward, backward_outputs, in_backward),
-            reduce=self._reduce(body, params),
+            reduce=self._reduce(body),
             finish=self._finish(body),
         )
 
     def _describe(self, body: StageBody) -> dict[str, tuple[InputKind, str, Meta]]:
-        inputs, metas = self.graph.input_map(), body.emitter.metas
+        inputs, metas = self.layouts.inputs, body.emitter.metas
         table: dict[str, tuple[InputKind, str, Meta]] = {}
         for name in body.read_inputs:
             table[name] = (inputs[name].kind, inputs[name].target, metas[name])
@@ -326,7 +358,7 @@ class _Builder:
         return tuple(outputs)
 
     def _prologue(self, body: StageBody) -> Graph:
-        inputs, metas = self.graph.input_map(), body.prologue.metas
+        inputs, metas = self.layouts.inputs, body.prologue.metas
         describe: dict[str, tuple[InputKind, str, Meta]] = {
             n: (inputs[n].kind, inputs[n].target, metas[n]) for n in body.prologue_inputs
         }
@@ -338,26 +370,24 @@ class _Builder:
     def _mover(self) -> Mover:
         return Mover(self.decisions)
 
-    def _unshard(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+    def _unshard(self, body: StageBody) -> Graph:
         mover = self._mover()
-        for spec in params.values():
-            if body.index in spec.stages:
-                mover.unshard(spec)
+        for spec in self.own.get(body.index, ()):
+            mover.unshard(spec)
         return mover.program(OutputKind.PARAM)
 
-    def _reduce(self, body: StageBody, params: Mapping[str, ParamSpec]) -> Graph:
+    def _reduce(self, body: StageBody) -> Graph:
         mover = self._mover()
         grads = {t: self._full(layout) for t, (_, layout) in body.grads.items()}
-        for spec in params.values():
+        for spec in self.own.get(body.index, ()):
             mover.reduce(spec, grads)
         return mover.program(OutputKind.GRAD)
 
     def _finish(self, body: StageBody) -> Graph:
         mover = self._mover()
-        values = {(o.kind, o.target): o.value.name for o in self.graph.outputs if o.value}
         for kind, target, _, layout in body.results:
             if kind is OutputKind.LOSS:
-                meta = self.layouts.metas[values[kind, target]]
+                meta = self.layouts.metas[self.values[kind, target]]
                 wide = TensorMeta(meta.shape, sum_dtype(meta.dtype))
                 ref = mover.bind(InputKind.GRAD, target, wide, self._full(layout))
                 whole = mover.move(ref, meta, self._full(layout), (R, R, R))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Graph, Node, Output, OutputKind, Phase, Ref, TensorMeta
+from autopar.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Ref, TensorMeta
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.emitter import Emitter
 from autopar.sharding.placement import (
@@ -46,6 +46,8 @@ class Layouts:
     decisions: Decisions
     metas: Mapping[str, TensorMeta]
     table: Mapping[str, Layout]
+    nodes: Mapping[str, Node]
+    inputs: Mapping[str, Input]
 
     @staticmethod
     def of(graph: Graph, decisions: Decisions) -> Layouts:
@@ -69,7 +71,7 @@ class Layouts:
                 table[key] = tuple(R if s is None else s.outputs[index] for s in strategies)
                 if meta is not None:
                     metas[key] = meta
-        return Layouts(graph, decisions, metas, table)
+        return Layouts(graph, decisions, metas, table, graph.node_map(), graph.input_map())
 
     def full(self, name: str) -> Layout:
         """Layout over all of :data:`AXES`."""
@@ -116,8 +118,7 @@ class StageLocalizer:
         axes = self.decisions.axes
         sizes = tuple(self.decisions.size(a) for a in axes)
         self.body = StageBody(index, Emitter(axes, sizes), Emitter(axes, sizes, prefix="pro_"))
-        self._nodes = self.graph.node_map()
-        self._inputs = self.graph.input_map()
+        self._nodes, self._inputs = layouts.nodes, layouts.inputs
         # (value, layout) -> local reference made in that pass
         self._made: dict[tuple[str, Layout, Phase], Ref] = {}
         self._home: dict[str, tuple[Ref, Layout]] = {}
@@ -127,9 +128,7 @@ class StageLocalizer:
     # -- emission --------------------------------------------------------------------------------
     def run(self, demand: StageDemand) -> StageBody:
         """Emit everything that the stage's own results and other stages need."""
-        for node in self.graph.nodes:
-            if node.name not in demand.wanted:
-                continue
+        for node in demand.nodes:
             stage = self.map.stage.get(node.name)
             if stage is not None and stage != self.body.index:
                 self._receive(node, stage)

@@ -144,12 +144,14 @@ class StageDemand:
 
     Attributes:
         wanted: Values that it computes or receives.
+        nodes: The operators that make them, in order.
         exports: Values of its own that other stages read.
         readers: Own exported value -> stages that read it.
         results: Graph outputs that it yields.
     """
 
     wanted: set[str]
+    nodes: tuple[Node, ...]
     exports: set[str]
     readers: dict[str, tuple[int, ...]]
     results: tuple[Output, ...]
@@ -179,7 +181,7 @@ def stage_demands(
         stage = stage_map.stage.get(output.value.name, default)
         results[stage].append(output)
         needs.setdefault(output.value.name, set()).add(stage)
-    wanted: list[set[str]] = [set() for _ in range(count)]
+    nodes: list[list[Node]] = [[] for _ in range(count)]
     readers: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
     for node in reversed(graph.nodes):
         stages = needs.get(node.name)
@@ -187,15 +189,23 @@ def stage_demands(
             continue
         home = stage_map.stage.get(node.name)
         for stage in stages:
-            wanted[stage].add(node.name)
+            nodes[stage].append(node)
         if home is not None:
             others = tuple(sorted(stages - {home}))
             if others:
                 readers[home][node.name] = others
+            if home not in stages:
+                nodes[home].append(node)
             stages = {home}
-            wanted[home].add(node.name)
         for ref in node.refs():
             needs.setdefault(ref, set()).update(stages)
     return tuple(
-        StageDemand(wanted[s], set(readers[s]), readers[s], tuple(results[s])) for s in range(count)
+        StageDemand(
+            wanted={n.name for n in nodes[s]},
+            nodes=tuple(reversed(nodes[s])),
+            exports=set(readers[s]),
+            readers=readers[s],
+            results=tuple(results[s]),
+        )
+        for s in range(count)
     )

@@ -7,18 +7,26 @@ problems are made on first use and reused by every candidate that asks again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError
 from autopar.ir.graph import Graph, Node, OutputKind, Ref, TensorMeta
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.sharding.alike import word_of
 from autopar.sharding.build import signatures_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.propagate import DataAxes, DataSplits
 from autopar.sharding.signature import OpSignature
-from autopar.solver.blocks import BlockChain, find_blocks, module_start, value_keys
+from autopar.solver.blocks import (
+    BlockChain,
+    find_blocks,
+    module_start,
+    value_keys,
+    without_instance,
+)
 from autopar.solver.constraints import Constraints, parameter_experts, parameter_placements
 from autopar.solver.prices import PriceList
 from autopar.solver.splits_build import SplitsRequest, build_splits
@@ -29,14 +37,26 @@ from autopar.solver.splits_structure import (
     graph_facts,
     split_structure,
 )
-from cost_models.base import CostModel, HostCosts, slowest_group
+from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
+from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
+from cost_models.offload import offload_s_per_byte
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
 # Constraints that change blocks, data splits or split problems; all others only leave shapes out.
 _SHAPING = (
     "placements", "boundaries", "sequence_parallel", "expert_capacity", "microbatch_statistics",
+    "offload",
 )  # fmt: skip
+
+
+@runtime_checkable
+class Rehomed(Protocol):
+    """What a search has worked out and another cluster may use."""
+
+    def on(self, analysis: Analysis) -> object:
+        """What of it holds for a model on another cluster with equal prices."""
+        ...
 
 
 @dataclass(slots=True)
@@ -59,6 +79,7 @@ class Analysis:
         refs: Operator -> its operands.
         metas: Shape and dtype of values with one result.
         value_keys: ``getitem`` -> the result that it picks.
+        words: Operator -> a number, equal for operators that are priced alike.
         shared: What searches have worked out and others may use, by name.
     """
 
@@ -78,12 +99,14 @@ class Analysis:
     refs: dict[str, tuple[str, ...]] = field(init=False)
     metas: dict[str, TensorMeta] = field(init=False)
     value_keys: dict[str, str] = field(init=False)
+    words: dict[str, int] = field(init=False)
     shared: dict[str, object] = field(default_factory=dict)
     _data: dict[tuple[int, int], DataSplits] = field(default_factory=dict)
     _structures: dict[tuple[int, int], SplitsStructure] = field(default_factory=dict)
     _groups: dict[tuple[MeshShape, str], tuple[int, ...]] = field(default_factory=dict)
     _joint_dp: dict[tuple[int, int], dict[str, Placement]] = field(default_factory=dict)
     _batch_size: int = 0
+    _before: Analysis | None = None
     _facts: GraphFacts | None = None
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
@@ -95,6 +118,13 @@ class Analysis:
         metas = self.graph.metas().items()
         self.metas = {name: meta for name, meta in metas if isinstance(meta, TensorMeta)}
         self.value_keys = value_keys(self.graph)
+        numbers: dict[object, int] = {}
+        self.words = {
+            node.name: numbers.setdefault(
+                word_of(node, without_instance(node.op, node.args)), len(numbers)
+            )
+            for node in self.graph.nodes
+        }
         self.signatures = signatures_of(
             self.graph, expert_capacity_percent=self.constraints.expert_capacity_percent
         )
@@ -116,7 +146,30 @@ class Analysis:
         patterns = self.constraints.placements
         self.fixed = parameter_placements(self.graph, patterns, self.constraints.tp)
         self.experts = parameter_experts(self.graph, patterns)
-        self.optimizer_s_per_byte = optimizer_s_per_byte(self.model, self.optimizer)
+        self.optimizer_s_per_byte = self._update_s_per_byte()
+
+    def _update_s_per_byte(self) -> float:
+        """Seconds of the optimizer's step per byte of stored parameter, copies of state included.
+
+        Raises:
+            ConstraintError: State is to be in host memory, and the way there has no figure.
+        """
+        found = optimizer_s_per_byte(self.model, self.optimizer)
+        if self.offloads:
+            probe = TensorMeta((PROBE_ELEMENTS,), "float32")
+            state = optimizer_state_bytes(self.optimizer, probe) / probe.bytes
+            found += state * offload_s_per_byte(self.cluster)
+        return found
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is kept in host memory."""
+        return self.constraints.offload == "optimizer" and self.trains
+
+    @property
+    def resident_optimizer(self) -> str:
+        """An optimizer that keeps as much on the device as this one does."""
+        return "none" if self.offloads and not is_cpu(self.cluster) else self.optimizer
 
     def under(self, constraints: Constraints) -> Analysis:
         """The same model and cluster under other constraints.
@@ -140,6 +193,9 @@ class Analysis:
     def on(self, cluster: Cluster, model: CostModel) -> Analysis:
         """The same model on another cluster; what does not depend on it is shared.
 
+        Where the prices are alike (machines came or went), so are those of a mesh whose groups
+        have the same links, and all that was made of them.
+
         Args:
             cluster: The other cluster.
             model: Its prices.
@@ -147,9 +203,23 @@ class Analysis:
         other = copy.copy(self)
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
-        other._groups, other.shared = {}, {}
-        other.optimizer_s_per_byte = optimizer_s_per_byte(model, self.optimizer)
+        other._groups, other.shared, other._before = {}, {}, None
+        other.optimizer_s_per_byte = other._update_s_per_byte()
+        if isinstance(model, Comparable) and model.prices_like(self.model):
+            other._before = self
+            rehomed = {
+                name: value.on(other)
+                for name, value in self.shared.items()
+                if isinstance(value, Rehomed)
+            }
+            other.shared = dict(rehomed)
         return other
+
+    def has_prices_of(self, before: Analysis, sizes: tuple[int, int, int]) -> bool:
+        """Whether a mesh is priced as on another cluster, by the same list."""
+        if sizes[1] * sizes[2] > self.cluster.num_devices or sizes not in before._prices:
+            return False
+        return self.prices(sizes) is before._prices[sizes]
 
     def _check_depth(self) -> None:
         """Refuse more stages than the model can be cut into."""
@@ -195,6 +265,25 @@ class Analysis:
     def trains(self) -> bool:
         """Whether there is a backward."""
         return any(o.kind is OutputKind.GRAD for o in self.graph.outputs)
+
+    @property
+    def stage_levels(self) -> tuple[int, ...]:
+        """ZeRO level of every stage if the user gave one for each."""
+        wish = self.constraints.zero
+        return wish if isinstance(wish, tuple) else ()
+
+    def zero_levels(self, dp: int) -> tuple[int, ...]:
+        """ZeRO levels that stages may have, fastest first.
+
+        Args:
+            dp: Data ranks.
+        """
+        wish = self.constraints.zero
+        if wish is not None:
+            return (wish,) if isinstance(wish, int) else tuple(dict.fromkeys(wish))
+        if not self.trains:  # there is only the parameters' own memory to spread
+            return (0, 3) if dp > 1 else (0,)
+        return (1, 0, 2, 3) if dp > 1 else (0,)
 
     @property
     def has_loss(self) -> bool:
@@ -292,18 +381,35 @@ class Analysis:
         if sizes not in self._prices:
             axes = [(a, n) for a, n in zip(("mb", "dp", "tp"), sizes, strict=True) if n > 1]
             mesh = MeshShape(dp=sizes[1], tp=sizes[2])
-            self._prices[sizes] = PriceList(
-                self.model,
-                tuple(a for a, _ in axes),
-                tuple(n for _, n in axes),
-                {a: self.slowest_group(mesh, a) for a, _ in axes if a != "mb"},
-            )
+            groups = {a: self.slowest_group(mesh, a) for a, _ in axes if a != "mb"}
+            known = None if self._before is None else self._before._prices.get(sizes)
+            if known is None or not self._has_links_of(known.groups, groups):
+                known = PriceList(
+                    self.model, tuple(a for a, _ in axes), tuple(n for _, n in axes), groups
+                )
+            self._prices[sizes] = known
         return self._prices[sizes]
+
+    def _has_links_of(
+        self, theirs: Mapping[str, Sequence[int]], own: Mapping[str, Sequence[int]]
+    ) -> bool:
+        """Whether groups of the cluster before have the links of groups of this one."""
+        assert self._before is not None
+        before, cluster = self._before.cluster, self.cluster
+        return all(
+            before.links_for(theirs[axis]) == cluster.links_for(own[axis])
+            and before.link_for(theirs[axis]) == cluster.link_for(own[axis])
+            for axis in own
+        )
 
     def request(self, sizes: tuple[int, int, int], zero_level: int) -> SplitsRequest:
         """What a splits problem of one mesh is made from."""
         key = (*sizes, zero_level)
         if key not in self._requests:
+            before = self._before
+            if before and key in before._requests and self.has_prices_of(before, sizes):
+                self._requests[key] = before._requests[key]
+                return self._requests[key]
             data = self.data(sizes[0], sizes[1]).choices
             self._requests[key] = SplitsRequest(
                 graph=self.graph,
@@ -312,7 +418,7 @@ class Analysis:
                 data=data,
                 axis_sizes=sizes,
                 zero_level=zero_level,
-                optimizer=self.optimizer,
+                optimizer=self.resident_optimizer,
                 batch_factors=self._batch_factors(),
                 fixed=self.fixed,
                 sequence_parallel=self.constraints.sequence_parallel,
@@ -351,6 +457,10 @@ class Analysis:
         """The splits problem of one mesh, without a memory bound."""
         key = (*sizes, zero_level)
         if key not in self._problems:
+            before = self._before
+            if before and key in before._problems and self.has_prices_of(before, sizes):
+                self._problems[key] = before._problems[key]
+                return self._problems[key]
             request = self.request(sizes, zero_level)
             self._problems[key] = build_splits(request, self.prices(sizes))
         return self._problems[key]

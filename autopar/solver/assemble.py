@@ -114,6 +114,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         peak_at=winner.figures.peak_at,
         memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
+        offload="optimizer" if analysis.offloads else "",
         constraints=_constraints(analysis, defaults),
         runners_up=_runners_up(winner, field),
         unruled=_unruled(analysis),
@@ -129,6 +130,7 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
     per_rank = mesh.dp * mesh.tp
     plans = []
     runs = bounds(ranked.stages.starts, len(chain.blocks))
+    levels = ranked.zero_levels
     for index, ((low, high), figures) in enumerate(zip(runs, winner.figures.stages, strict=True)):
         first_rank = mesh.pipeline_rank(index) * per_rank
         recompute = tuple(
@@ -141,7 +143,7 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
                 first=chain.first(low),
                 scopes=_scopes([chain.blocks[i].scope for i in range(low, high)]),
                 recompute=recompute,
-                zero_level=ranked.zero_level,
+                zero_level=levels[index],
                 parameters=figures.parameters,
                 num_in_flight=figures.num_in_flight,
                 memory=figures.memory,
@@ -200,7 +202,8 @@ def _candidate(
         mesh=shape.mesh,
         num_microbatches=shape.num_microbatches,
         schedule=shape.schedule,
-        zero_level=ranked.zero_level,
+        zero_level=max(ranked.zero_levels),
+        zero_levels=ranked.levels if len(set(ranked.levels)) > 1 else (),
         recompute=_recompute_text(ranked),
         time_s=time_s,
         peak_bytes=peak_bytes,

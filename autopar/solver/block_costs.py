@@ -15,6 +15,7 @@ has that option alone:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Node
@@ -78,9 +79,18 @@ class BlockTables:
         sent = {n.partition("#")[0] for cut in analysis.chain.backward_cuts for n in cut}
         # operators that the gradients between blocks come from: the first half of a split backward
         self._sent_from = ancestors(analysis.graph, sent)
-        self._bases: dict[object, _Base] = {}
+        self._bases: dict[tuple[tuple[int, int, int], tuple[int, ...], int], _Base] = {}
         self._owners: dict[int, Owners] = {}
         self._choices: Choices = {}
+
+    def on(self, analysis: Analysis) -> BlockTables:
+        """Those of another cluster: tables whose mesh is priced as here are kept."""
+        before, other = self._analysis, copy(self)
+        other._analysis = analysis
+        other._bases = {
+            key: base for key, base in self._bases.items() if analysis.has_prices_of(before, key[0])
+        }
+        return other
 
     def table(
         self,
@@ -116,7 +126,7 @@ class BlockTables:
         base = self._bases[key]
         costs = parameter_costs(parameters or problem, options, self.owners(structure))
         return BlockTable(
-            menus=_with_costs(base.menus, costs),
+            menus=_with_costs(base.menus, costs, (parameters or problem).num_reduces),
             boundary_bytes=base.boundary_bytes,
             recompute=base.recompute,
             sizes=sizes,
@@ -148,7 +158,9 @@ class BlockTables:
 
 
 def _with_costs(
-    rows: Sequence[tuple[object, tuple[Option, ...]]], costs: Sequence[ParameterCost]
+    rows: Sequence[tuple[object, tuple[Option, ...]]],
+    costs: Sequence[ParameterCost],
+    num_reduces: int,
 ) -> Chain:
     """Menus of blocks; those that share their row and their cost share one."""
     keys: dict[object, int] = {}
@@ -166,6 +178,7 @@ def _with_costs(
                 step_s=cost.step_s,
                 gather_s=cost.gather_s,
                 reduce_s=cost.reduce_s,
+                num_reduces=num_reduces,
             )
         menus.append(menu)
     return Chain(menus)

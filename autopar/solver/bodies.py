@@ -89,6 +89,16 @@ class Bodies:
     _unit: tuple[int, ...] | None = None
     _waited: frozenset[str] | None = None  # operators that the first boundary's gradient needs
 
+    def on(self, analysis: Analysis) -> Bodies:
+        """Those of another cluster: bodies whose mesh is priced as here are kept."""
+        before = self.analysis
+        kept = {
+            key: body
+            for key, body in self._bodies.items()
+            if analysis.has_prices_of(before, body.sizes)
+        }
+        return replace(self, analysis=analysis, num_solves=0, _bodies=kept, _keys={})
+
     def body(self, sizes: Sizes) -> Body:
         """The body of a mesh.
 

@@ -15,7 +15,7 @@ from autopar.errors import ConstraintError, ShardingError
 from autopar.plan.orders import plain_warmup
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.analysis import Analysis
-from autopar.solver.constraints import Constraints
+from autopar.solver.constraints import Constraints, zero_words
 
 HAND_MADE_SAMPLES = (1, 2, 4, 8)  # per rank and micro-batch
 
@@ -69,14 +69,14 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
     for used in device_counts(cluster.num_devices):
         for tp in _degrees(wish.tp, _tp_choices(cluster)):
             for pp in _degrees(fixed_pp, _stage_counts(analysis, min(used, blocks))):
-                if used % (tp * pp):
+                if used % (tp * pp) and wish.dp is None:
                     continue
                 dp = used // (tp * pp)
                 if wish.dp is not None and dp != wish.dp:
                     if used != cluster.num_devices or wish.dp * tp * pp > used:
                         continue
                     dp = wish.dp  # fixed degrees may leave devices idle
-                if wish.zero and dp == 1:
+                if wish.highest_zero and dp == 1:
                     continue  # ZeRO splits over data ranks: with one it would be dropped
                 for virtual, placement in _placements(wish):
                     mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
@@ -85,6 +85,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     if is_open and virtual > 1 and is_vain:
                         continue
                     if wish.boundaries and mesh.num_stages != len(wish.boundaries) + 1:
+                        continue
+                    if isinstance(wish.zero, tuple) and mesh.num_stages != len(wish.zero):
                         continue
                     if mesh not in seen:
                         seen.add(mesh)
@@ -223,18 +225,20 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
             analysis.data(wish.num_microbatches or 1, wish.dp or 2)
         except ShardingError as error:
             return ConstraintError(f"constraint placements: {error}")
-    if wish.zero:
+    if wish.highest_zero:
         try:
             analysis.data(wish.num_microbatches or 1, wish.dp or 2)
         except ShardingError as error:
             return ConstraintError(
-                f"constraint zero={wish.zero}: ZeRO splits over 2 data ranks or more, and {error}; "
-                "or leave zero out"
+                f"constraint zero={zero_words(wish.zero)}: ZeRO splits over 2 data ranks or more, "
+                f"and {error}; or leave zero out"
             )
-    stages = (wish.pp or 1) * (wish.virtual or 1)
+    least = f"{(wish.pp or 1) * (wish.virtual or 1)} stages or more"
+    if isinstance(wish.zero, tuple):
+        least = f"zero={zero_words(wish.zero)} for {len(wish.zero)} stages"
     return ConstraintError(
         f"constraints leave no plan: dp={wish.dp or 'any'}, tp={wish.tp or 'any'}, "
-        f"pp={wish.pp or 'any'}, {stages} stages or more on {total} devices with "
+        f"pp={wish.pp or 'any'}, {least} on {total} devices with "
         f"{len(analysis.chain.blocks)} blocks and a batch of {batch}; free one of them"
     )
 

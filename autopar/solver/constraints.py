@@ -22,6 +22,7 @@ from autopar.sharding.routing import ROUTE
 _OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
 ZERO_LEVELS = (0, 1, 2, 3)
+OFFLOAD_WORDS = ("never", "allowed", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Constraints:
         virtual: Stages per pipeline rank.
         num_microbatches: Micro-batches per step.
         schedule: Order of forwards and backwards.
-        zero: ZeRO level of every stage.
+        zero: ZeRO level of every stage: one for all, or one for each.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or module pattern -> one of these words
             (the first pattern that fits a block's module counts, the rest is free).
         placements: Pattern of parameter names -> placement over ``tp``, ``"R"`` or ``"S(dim)"``,
@@ -47,6 +48,8 @@ class Constraints:
             False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
+        offload: ``"never"``; ``"allowed"``, the optimizer's state is kept in host memory where
+            nothing else fits or that is faster; ``"optimizer"``, it is kept there. None is never.
     """
 
     dp: int | None = None
@@ -55,7 +58,7 @@ class Constraints:
     virtual: int | None = None
     num_microbatches: int | None = None
     schedule: ScheduleKind | None = None
-    zero: int | None = None
+    zero: int | tuple[int, ...] | None = None
     recompute: str | Mapping[str, str] | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
     boundaries: tuple[str, ...] = ()
@@ -63,6 +66,7 @@ class Constraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: tuple[int, ...] | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
@@ -71,8 +75,11 @@ class Constraints:
                 raise ConstraintError(
                     f"constraint {name}={value}: the least is 1; leave it out for any"
                 )
-        if self.zero is not None and self.zero not in ZERO_LEVELS:
-            raise ConstraintError(f"constraint zero={self.zero}: the levels are 0, 1, 2 and 3")
+        self._check_zero()
+        if self.offload is not None and self.offload not in OFFLOAD_WORDS:
+            raise ConstraintError(
+                f"constraint offload={self.offload!r}: must be one of {', '.join(OFFLOAD_WORDS)}"
+            )
         if self.expert_capacity is not None and self.expert_capacity < 1:
             raise ConstraintError(
                 f"constraint expert_capacity={self.expert_capacity}: the least is 1, room for an "
@@ -87,6 +94,33 @@ class Constraints:
                     f"constraint recompute={word!r}: must be one of {', '.join(RECOMPUTE_WORDS)}"
                 )
         self._check_schedule()
+
+    @property
+    def highest_zero(self) -> int:
+        """The highest level that a stage must have; 0 if that is free."""
+        return max(self.zero, default=0) if isinstance(self.zero, tuple) else self.zero or 0
+
+    def _check_zero(self) -> None:
+        """Refuse levels that there are not, and other numbers of them than of stages."""
+        levels = self.zero if isinstance(self.zero, tuple) else (self.zero,)
+        shown = zero_words(self.zero)
+        if not levels or any(n is not None and n not in ZERO_LEVELS for n in levels):
+            raise ConstraintError(f"constraint zero={shown}: the levels are 0, 1, 2 and 3")
+        if not isinstance(self.zero, tuple):
+            return
+        counts = {"pp": self.pp, "virtual": self.virtual}
+        given = ", ".join(f"{n}={v}" for n, v in counts.items() if v is not None)
+        stages = None
+        if self.boundaries:
+            stages = len(self.boundaries) + 1
+            given = f"stages={list(self.boundaries)}"
+        elif self.pp is not None and (self.virtual is not None or len(levels) % self.pp):
+            stages = self.pp * (self.virtual or 1)
+        if stages is not None and stages != len(levels):
+            raise ConstraintError(
+                f"constraints zero={shown} and {given}: {len(levels)} levels for {stages} "
+                f"stage{'s' * (stages != 1)}; give {stages}, or one number for all stages"
+            )
 
     def _check_schedule(self) -> None:
         """Refuse a schedule that the number of stages or the warm-up contradicts."""
@@ -138,6 +172,15 @@ class Constraints:
         return next((w for p, w in self.recompute.items() if _fits(scope, p)), None)
 
 
+def zero_words(zero: int | tuple[int, ...] | None) -> str:
+    """Levels as a user writes them.
+
+    >>> zero_words((1, 3)), zero_words(2)
+    ('[1, 3]', '2')
+    """
+    return str(list(zero) if isinstance(zero, tuple) else zero)
+
+
 def _fits(scope: str, pattern: str) -> bool:
     return fnmatchcase(scope, pattern) or scope.startswith(pattern + ".")
 
@@ -181,9 +224,9 @@ def check_constraints(graph: Graph, constraints: Constraints, num_devices: int) 
 
 def _check_zero(constraints: Constraints, num_devices: int) -> None:
     """ZeRO splits over data ranks; with one of them it would be dropped."""
-    if not constraints.zero:
+    if not constraints.highest_zero:
         return
-    given = f"zero={constraints.zero}"
+    given = f"zero={zero_words(constraints.zero)}"
     if constraints.dp == 1:
         raise ConstraintError(
             f"constraints {given} and dp=1: ZeRO splits over data ranks, and there is one; use "
@@ -379,9 +422,12 @@ def applied_constraints(
         "schedule": "order of forwards and backwards",
         "warmup": "forwards before the first backward, by pipeline rank",
         "zero": "ZeRO level of every stage",
+        "offload": "whether the optimizer's state is kept in host memory",
         "sequence_parallel": "norms on shards of the sequence",
         "expert_capacity": "rows that a rank has room for where experts are split, in even shares",
     }
+    if isinstance(constraints.zero, tuple):
+        effects["zero"] = "ZeRO level of each stage"
     found = [
         AppliedConstraint(
             name=name, value=str(getattr(constraints, name)), origin="user", effect=text

@@ -11,25 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Graph, OutputKind
+from autopar.ir.graph import Graph, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
-from autopar.sharding.programs import LocalPrograms, StagePrograms
+from autopar.sharding.placement import local_shape
+from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
 from cost_models.local import is_cpu
+from cost_models.memory import optimizer_state_bytes
 from cost_models.memory_timeline import (
-    MemoryPoint,
     StageMemory,
     memory_timelines,
+    order_peak,
     order_peak_bytes,
-    order_timeline,
 )
+from cost_models.offload import offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -96,6 +98,7 @@ class Setting:
         optimizer: For the bytes of its state.
         optimizer_s_per_byte: Seconds of its step per byte of stored parameter.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
+        offloads: Whether the optimizer's state is kept in host memory.
     """
 
     cluster: Cluster
@@ -107,6 +110,7 @@ class Setting:
     optimizer: str
     optimizer_s_per_byte: float
     warmup: tuple[int, ...] | None = None
+    offloads: bool = False
 
     def groups(self) -> dict[str, Sequence[int]]:
         """Slowest group along each axis in space."""
@@ -124,8 +128,27 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
     finish_s = 0.0
+    own: dict[int, list[ParamSpec]] = {}
+    for spec in programs.params.values():
+        for index in spec.stages:
+            own.setdefault(index, []).append(spec)
+    yields = {r.stage for r in programs.results if r.kind is OutputKind.OUTPUT}
+    known: dict[object, tuple[StageFigures, StageSeconds, float]] = {}
     for stage in programs.stages:
-        figures, stage_seconds, last_s = _stage(programs, stage, setting, groups, flights)
+        index = stage.index
+        # stages that are alike share their programs
+        key = (
+            id(stage.forward), id(stage.backward), setting.zero_levels[index],
+            index in yields, bool(yields) and index < mesh.pp,
+        )  # fmt: skip
+        if key not in known:
+            known[key] = _stage(programs, stage, own.get(index, []), setting, groups, flights)
+        figures, stage_seconds, last_s = known[key]
+        figures = replace(
+            figures,
+            memory=figures.held.at_most(flights[index]),
+            num_in_flight=flights[index],
+        )
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
         stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
         seconds.append(stage_seconds)
@@ -250,7 +273,7 @@ def _with_own_peak(
     How much a micro-batch holds then depends on which half of its backward has run.
     """
     actions = lists[mesh.pipeline_rank(index)]
-    peak: MemoryPoint = order_timeline(0, actions, {index: figures.held}).peak
+    peak = order_peak(0, actions, {index: figures.held})
     return replace(figures, memory=peak.parts)
 
 
@@ -280,6 +303,7 @@ def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
 def _stage(
     programs: LocalPrograms,
     stage: StagePrograms,
+    own: Sequence[ParamSpec],
     setting: Setting,
     groups: Mapping[str, Sequence[int]],
     flights: Sequence[int],
@@ -306,9 +330,8 @@ def _stage(
     unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
     finish = price(stage.finish, "once per step", 1)
-    own = [p for p in programs.params.values() if stage.index in p.stages]
-    update_s = _update_seconds(programs, stage.index, setting)
-    tied_s = _tied_seconds(programs, stage.index, setting)
+    update_s = _update_seconds(programs, stage.index, own, setting)
+    tied_s = _tied_seconds(programs, own, setting)
     once = {
         ActionKind.PROLOGUE: prologue.total_s,
         ActionKind.UNSHARD: unshard.total_s,
@@ -331,6 +354,7 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
+    held, copy_s = _offloaded(held, programs, stage.index, own, setting)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -339,8 +363,9 @@ def _stage(
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
-            optimizer_s=update_s,
+            optimizer_s=update_s + copy_s,
             weight_s=weight_s,
+            copy_s=copy_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
@@ -357,15 +382,40 @@ def _stage(
     return figures, seconds, finish.total_s
 
 
-def _update_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+def _offloaded(
+    held: StageMemory,
+    programs: LocalPrograms,
+    stage: int,
+    own: Sequence[ParamSpec],
+    setting: Setting,
+) -> tuple[StageMemory, float]:
+    """Bytes of a stage, and seconds of copies, with its optimizer's state where it is kept."""
+    if not setting.offloads:
+        return held, 0.0
+    states = []
+    for param in own:
+        if param.owner == stage and param.requires_grad:
+            shape = local_shape(param.meta.shape, param.storage, programs.axis_sizes)
+            meta = TensorMeta(shape, param.meta.dtype)
+            states.append(optimizer_state_bytes(setting.optimizer, meta))
+    here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
+    copy_s = sum(states) * offload_s_per_byte(setting.cluster)
+    return replace(held, optimizer_bytes=here), copy_s
+
+
+def _update_seconds(
+    programs: LocalPrograms, stage: int, own: Sequence[ParamSpec], setting: Setting
+) -> float:
     """Seconds of the optimizer's step over the parameters that a stage owns."""
-    owned = [p for p in programs.params.values() if p.owner == stage]
+    owned = [p for p in own if p.owner == stage]
     trained = [p for p in owned if p.requires_grad]
     updated_bytes = sum(local_bytes(p.meta, p.storage, programs) for p in trained)
     update_s: float | None = None
     if isinstance(setting.model, HostCosts):
         update_s = setting.model.optimizer_time_s(setting.optimizer, len(trained), updated_bytes)
-    return updated_bytes * setting.optimizer_s_per_byte if update_s is None else update_s
+    if update_s is not None:
+        return update_s
+    return updated_bytes * setting.optimizer_s_per_byte
 
 
 def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
@@ -379,9 +429,9 @@ def _summing_seconds(stage: StagePrograms, setting: Setting) -> float:
     return setting.model.accumulate_time_s(len(amounts), sum(amounts)) if amounts else 0.0
 
 
-def _tied_seconds(programs: LocalPrograms, stage: int, setting: Setting) -> float:
+def _tied_seconds(programs: LocalPrograms, own: Sequence[ParamSpec], setting: Setting) -> float:
     """Seconds of fetching (or returning) every tied weight of a stage."""
-    tied = [p for p in programs.params.values() if len(p.stages) > 1 and stage in p.stages]
+    tied = [p for p in own if len(p.stages) > 1]
     if setting.mesh.pp == 1 or not tied:
         return 0.0
     ends = slowest_group(setting.cluster, setting.mesh, "pp")

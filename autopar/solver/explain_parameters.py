@@ -55,15 +55,17 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
         return replace(told, missing=(note,))
     again = Resimulator.of(plan, analysis)
     setting = again.setting(analysis.cluster, analysis.model, analysis.optimizer_s_per_byte)
-    level = max(stage.zero_level for stage in plan.stages)
+    count = plan.num_microbatches
     collectives = caused_collectives(
         again.programs,
         names,
         analysis.model,
         setting.groups(),
-        plan.num_microbatches if level >= 2 else 1,
+        [count if stage.zero_level >= 2 else 1 for stage in plan.stages],
     )
-    alternatives, missing = _alternatives(analysis, plan, [p.name for p in matching])
+    owners = [p.owner for p in again.programs.params.values() if p.name in set(names)]
+    level = max((plan.stages[owner].zero_level for owner in owners), default=0)
+    alternatives, missing = _alternatives(analysis, plan, [p.name for p in matching], level)
     return ParamExplanation(
         pattern=pattern,
         parameters=names,
@@ -125,15 +127,22 @@ def _gathered_words(programs: LocalPrograms, names: Sequence[str]) -> tuple[str,
 
 
 def _alternatives(
-    analysis: Analysis, plan: Plan, inputs: Sequence[str]
+    analysis: Analysis, plan: Plan, inputs: Sequence[str], level: int
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
-    """What each other placement over ``tp`` costs, all other splits free to adapt."""
+    """What each other placement over ``tp`` costs, all other splits free to adapt.
+
+    Args:
+        analysis: Of the model.
+        plan: The plan.
+        inputs: The parameters.
+        level: ZeRO level of their stages.
+    """
     mesh = plan.mesh
     if mesh.tp == 1:
         note = "other splits: the plan has one rank along tp; ask why_not(tp=2) for a plan with two"
         return (), (note,)
     sizes = (plan.num_microbatches, mesh.dp, mesh.tp)
-    problem = analysis.problem(sizes, max(stage.zero_level for stage in plan.stages))
+    problem = analysis.problem(sizes, level)
     own = _chosen(problem, plan)
     terms = None if own is None else choice_terms_s(problem, own)
     missing: list[str] = []

@@ -58,7 +58,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
     num_microbatches: int = 1,
     schedule: ScheduleKind | None = None,
     warmup: tuple[int, ...] | None = None,
-    zero: int = 0,
+    zero: int | tuple[int, ...] = 0,
     recompute: str | Mapping[str, str] = "none",
     placements: Mapping[str, str] | None = None,
     boundaries: tuple[str, ...] = (),
@@ -82,7 +82,7 @@ def forced_plan(  # noqa: PLR0913  one argument per constraint
         schedule: 1F1B, or interleaved if ``virtual`` is above 1, if left out.
         warmup: As in :class:`~autopar.solver.constraints.Constraints`; that of plain 1F1B if it is
             left out.
-        zero: ZeRO level.
+        zero: ZeRO level of all stages, or of each.
         recompute: As in :class:`~autopar.solver.constraints.Constraints`.
         placements: Likewise.
         boundaries: Likewise.

@@ -72,7 +72,9 @@ def constraints_of(applied: Iterable[AppliedConstraint]) -> Constraints:
             continue
         name, value = item.name, item.value
         try:
-            if name in _COUNTS:
+            if name in ("zero", "warmup") and value.startswith("("):
+                found[name] = tuple(int(part) for part in value.strip("()").split(",") if part)
+            elif name in _COUNTS:
                 found[name] = int(value)
             elif name == "schedule":
                 found[name] = ScheduleKind(value)
@@ -85,6 +87,8 @@ def constraints_of(applied: Iterable[AppliedConstraint]) -> Constraints:
                 found["boundaries"] = tuple(value.split(", "))
             elif name in ("sequence_parallel", "microbatch_statistics"):
                 found[name] = {"True": True, "False": False}[value]
+            elif name == "offload":
+                found[name] = value
             elif name == "expert_capacity":
                 found[name] = float(value)
             else:

@@ -16,6 +16,7 @@ from autopar.solver.ranked import Ranked
 from autopar.solver.ranking import Ranker
 from autopar.solver.reopen import best_options, needed_bytes
 from autopar.solver.stages_problem import memory_bytes, surrogate_s
+from autopar.solver.state_forms import with_options
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least
@@ -46,7 +47,7 @@ def loosened(
     fine = replace(
         best.ranked,
         table=table,
-        stage_problem=replace(best.ranked.stage_problem, blocks=table.menus),
+        stage_problem=with_options(best.ranked.stage_problem, table.menus),
     )
     step = int(limit_bytes * STEP)
     fits, exceeds, wide = 0, 0, limit_bytes

@@ -11,7 +11,7 @@ found, and judge a plan in the event simulator. The master decides the order:
    through this first, so that a limit of work never cuts them off.
 2. The best are improved, and so is whatever keeps the model's own gap above a percent.
 3. The best few are judged. The fastest that fits wins; if none fits, opening goes on.
-4. The least bound is sharpened with the last effort, again and again, while that lifts it.
+4. The least bound is sharpened up to the last effort, again and again, while that lifts it.
 
 ``bound_s`` is the least bound over all shapes of the space: opened, set aside, not reached, or
 opened without finding anything that fits. No plan of the space is faster in the event simulator.
@@ -36,7 +36,7 @@ NEAR = 1.03  # estimates above the best by more than this are not judged once on
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
-MAX_SHARPENED = 400  # work limit: bounds of the last effort
+MAX_SHARPENED = 400  # work limit: bounds that are sharpened in the end
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
 
@@ -316,16 +316,18 @@ class Master(Generic[S, C, V]):
 
     # -- improving -----------------------------------------------------------------------------
     def _sharpen(self) -> None:
-        """Lift the least bound with the last effort, until it is one that was lifted before."""
+        """Lift the least bound with more effort, until it is one that had the last."""
         best_s, last = self._best_s(), self.space.efforts - 1
+        rows: list[_Opened[S, C] | _Waiting[S]]
         rows = [*self._opened, *self._heap, *self._aside, *self._empty]
         while rows and isfinite(best_s) and self._num_sharpened < MAX_SHARPENED:
             least = min(rows, key=lambda row: row.bound_s)
             if least.effort == last or least.bound_s >= best_s or self.space.is_late():
                 break
             self._num_sharpened += 1
-            sharper_s = self.space.bound_s(least.shape, last, best_s)
-            least.bound_s, least.effort = max(least.bound_s, sharper_s), last
+            least.effort += 1
+            sharper_s = self.space.bound_s(least.shape, least.effort, best_s)
+            least.bound_s = max(least.bound_s, sharper_s)
         heapq.heapify(self._heap)
 
     def _improve(self) -> None:
@@ -396,13 +398,15 @@ class Master(Generic[S, C, V]):
 
     # -- judging -------------------------------------------------------------------------------
     def _judge_by_hand(self) -> None:
-        """See that the best of what people would set up is among those judged, if it may fit."""
+        """See that the best of what people would set up is among those judged, if it may win."""
         by_hand = sorted(
             (o for o in self._opened if o.is_by_hand),
             key=lambda o: self.space.preference(o.candidate),
         )
         for row in by_hand[:NUM_BY_HAND]:
-            if not row.is_judged and not self._is_late():
+            best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
+            may_win = row.bound_s < best_s  # a bound of what the judge would find
+            if not row.is_judged and may_win and not self._is_late():
                 row.is_judged = True
                 self.verdicts.append(self.space.judge(row.candidate))
 

@@ -35,7 +35,10 @@ from autopar.units import format_bytes, format_time
 logger = logging.getLogger(__name__)
 
 MAX_RUNNERS_UP = 8
-FREE_MESH = ("dp", "tp", "pp", "virtual", "num_microbatches", "schedule", "zero", "expert_capacity")
+FREE_MESH = (
+    "dp", "tp", "pp", "virtual", "num_microbatches", "schedule", "zero", "expert_capacity",
+    "offload",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ class OrderBound:
         warmup: Warm-up depths, where they are not those of the schedule.
         floor: What is known beyond the menus.
         knows_halves: As in :class:`~autopar.solver.path_bound.PathBound`.
-        num_reduces: Reductions of a stage's gradients per step.
     """
 
     problem: StageProblem
@@ -38,7 +37,6 @@ class OrderBound:
     warmup: tuple[int, ...] | None = None
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
-    num_reduces: int = 1
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -73,4 +71,4 @@ class OrderBound:
         )
 
     def _paths(self, problem: StageProblem) -> PathBound:
-        return PathBound(problem, self.warmup, self.floor, self.knows_halves, self.num_reduces)
+        return PathBound(problem, self.warmup, self.floor, self.knows_halves)

@@ -62,6 +62,7 @@ def step_s(
     warmup: tuple[int, ...] | None,
     stages: Sequence[StageSeconds],
     links: Mapping[tuple[int, int], float],
+    each_s: Sequence[float] = (),
 ) -> float:
     """Seconds until the last rank and the last message are done.
 
@@ -72,8 +73,9 @@ def step_s(
         warmup: As for :func:`~autopar.plan.orders.order_of`.
         stages: Seconds by stage; of ``once_s`` gathering and reducing count.
         links: Seconds of a message by (source stage, target stage).
+        each_s: By stage, seconds of reducing gradients after every backward; none if left out.
     """
-    return run(_numbered(kind, _alone(mesh), count, warmup), stages, links)
+    return run(_numbered(kind, _alone(mesh), count, warmup), stages, links, each_s)
 
 
 def flights_of(
@@ -148,12 +150,17 @@ def numbered_order(order: Order, num_stages: int) -> NumberedOrder:
 
 
 def run(
-    order: NumberedOrder, stages: Sequence[StageSeconds], links: Mapping[tuple[int, int], float]
+    order: NumberedOrder,
+    stages: Sequence[StageSeconds],
+    links: Mapping[tuple[int, int], float],
+    each_s: Sequence[float] = (),
 ) -> float:
-    """Seconds of a numbered order."""
+    """Seconds of a numbered order; see :func:`step_s`."""
     seconds = [stage.of(kind) for stage in stages for kind in _KINDS]
     gather_s = [stage.of(ActionKind.UNSHARD) for stage in stages]
     reduce_s = [stage.of(ActionKind.REDUCE_GRAD) for stage in stages]
+    makes = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # gradients of weights
+    after_s = [time_s * (kind in makes) for time_s in each_s if any(each_s) for kind in _KINDS]
     edge_s = [links.get(edge, 0.0) for edge in order.edge_stages]
     arrives: list[float | None] = [None] * order.num_messages
     waiting: list[int] = [_NONE] * order.num_messages
@@ -182,6 +189,8 @@ def run(
                 arrives[sends] = free_s[lane] = begin_s + edge_s[order.edges[sends]]
                 if waiting[sends] >= 0:
                     ready.append(waiting[sends])
+            if after_s:
+                now_s += after_s[what]
             if last >= 0:
                 now_s += reduce_s[last]
             at += 1

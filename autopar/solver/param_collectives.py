@@ -29,7 +29,7 @@ def caused_collectives(
     names: Collection[str],
     model: CostModel,
     groups: Mapping[str, Sequence[int]],
-    num_reduces: int,
+    num_reduces: Sequence[int],
 ) -> tuple[CollectiveTotal, ...]:
     """Calls, bytes and seconds in one step on one device of each stage, all stages together.
 
@@ -38,7 +38,7 @@ def caused_collectives(
         names: First names of the parameters.
         model: Prices.
         groups: Global ranks along each mesh axis.
-        num_reduces: Gradient reductions per step.
+        num_reduces: By stage, gradient reductions per step.
     """
     targets = _targets(programs, names)
     count = programs.axis_sizes[0]
@@ -64,7 +64,12 @@ def caused_collectives(
 
     for stage in programs.stages:
         add(stage.unshard, _on_paths(stage.unshard, targets), "once per step", 1)
-        add(stage.reduce, _on_paths(stage.reduce, targets), "once per step", num_reduces)
+        add(
+            stage.reduce,
+            _on_paths(stage.reduce, targets),
+            "once per step",
+            num_reduces[stage.index],
+        )
         add(stage.forward, _around_readers(stage.forward, targets), "forward", count)
         add(stage.backward, _around_readers(stage.backward, targets), "backward", count)
         grads = _before_gradients(stage.backward, targets)

@@ -7,16 +7,19 @@ blocks that may be dealt to stages in parts the least step is a linear program::
     minimise T + U   with  T >= sum over a path of its terms' seconds       for paths, (1)
                            f_s, b_s, w_s: sums over n[s, k, o] of options   seconds of a stage
                            sum over s, o of n[s, k, o] = blocks of kind k   (2)
+                           sum over a of m[s, k, a] = sum over o of n[s, k, o]   (2a)
                            1 <= sum over k, o of n[s, k, o] <= most         (3)
                            lower_k(pos_s) <= blocks of kind k before s <= upper_k(pos_s)   (4)
                            states + in_flight * saved + transient <= limit  for every rank, (5)
                            U >= seconds of the optimizer                    for every rank
 
-``n[s, k, o]`` is how many blocks of kind k stage s runs with option o; ``pos_s`` how many blocks
-come before stage s; (4) are the lower and upper hull of how many of the first blocks are of a kind:
-a cut takes neighbours. Paths are added where they are exceeded: the program's stages are run, and
-the longest path to the end of every rank becomes a row, until none is exceeded or the bound says
-enough. Each value of the program on the way is a bound.
+``n[s, k, o]`` is how many blocks of kind k stage s runs with option o; ``m[s, k, a]`` how many of
+them have their states in form a, where forms are to be chosen (a stage has one form; here blocks of
+it may have several); ``pos_s`` how many blocks come before stage s; (4) are the lower and upper
+hull of how many of the first blocks are of a kind: a cut takes neighbours. Paths are added where
+they are exceeded: the program's stages are run, and the longest path to the end of every rank
+becomes a row, until none is exceeded or the bound says enough. Each value of the program on the way
+is a bound.
 
 It knows what the mean of the ranks does not: how long ranks wait for each other in just this order
 if their stages are as even as stages can be.
@@ -27,7 +30,7 @@ Source: ours; the rows are generated as in Kelley, "The cutting-plane method", 1
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -47,6 +50,11 @@ TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the b
 GIB = float(1 << 30)
 
 Variable: TypeAlias = Any  # of a solver without stubs
+_OF_STATES: Mapping[Term, Callable[[BlockMenu], float]] = {
+    Term.GATHER: lambda block: block.gather_s,
+    Term.REDUCE: lambda block: 0.0 if block.num_reduces > 1 else block.reduce_s,
+    Term.EACH: lambda block: block.each_s,
+}
 
 
 @dataclass(slots=True)
@@ -59,14 +67,12 @@ class PathBound:
         floor: What is known beyond the menus.
         knows_halves: Whether the menus tell how a backward divides into its halves; else they
             tell the most that its gradients of weights may take.
-        num_reduces: Reductions of a stage's gradients per step.
     """
 
     problem: StageProblem
     warmup: tuple[int, ...] | None = None
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
-    num_reduces: int = 1
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -80,7 +86,8 @@ class PathBound:
         if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
             return 0.0
         order = order_of(problem.schedule, problem.mesh, problem.num_microbatches, self.warmup)
-        paths = StepPaths(order, problem.num_stages, reduces_each=self.num_reduces > 1)
+        reduces_each = any(menus[0].num_reduces > 1 for menus in problem.menus)
+        paths = StepPaths(order, problem.num_stages, reduces_each=reduces_each)
         program = _Program(self)
         for path in paths.longest(program.even_seconds())[1]:
             program.add(path)
@@ -109,6 +116,7 @@ class _Program:
     _unit_s: float = field(init=False)
     _kinds: dict[str, list[int]] = field(default_factory=dict)
     _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
+    _forms: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
     _before: list[dict[str, Variable]] = field(default_factory=list)
     _parts: dict[tuple[Term, int], Variable] = field(default_factory=dict)
     _message_s: list[float] = field(init=False)
@@ -134,6 +142,7 @@ class _Program:
                     for o in _useful(problem.blocks[members[0]].options)
                 }
             )
+        self._choose_forms()
         self._deal()
         self._stay_together()
         self._memory()
@@ -154,6 +163,34 @@ class _Program:
         row = self._solver.Constraint(low, high)
         for variable, factor in terms.items():
             row.SetCoefficient(variable, factor)
+
+    def _choose_forms(self) -> None:
+        """Rows (2a)."""
+        problem = self.bound.problem
+        for stage in range(problem.num_stages if problem.forms else 0):
+            forms = problem.given_forms[stage : stage + 1] or range(len(problem.forms))
+            row = {
+                (kind, form): self._solver.NumVar(0.0, len(members), "")
+                for kind, members in self._kinds.items()
+                for form in forms
+            }
+            self._forms.append(row)
+            for kind in self._kinds:
+                terms = {v: 1.0 for (k, _), v in self._counts[stage].items() if k == kind}
+                terms |= {v: -1.0 for (k, _), v in row.items() if k == kind}
+                self._row(0.0, 0.0, terms)
+
+    def _of_states(
+        self, stage: int, amount: Callable[[BlockMenu], float]
+    ) -> list[tuple[Variable, float]]:
+        """What the blocks of a stage take whatever they recompute, as factors of variables."""
+        if not self._forms:
+            return [(v, amount(self._block(k))) for (k, _), v in self._counts[stage].items()]
+        menus = self.bound.problem.forms
+        return [
+            (v, amount(menus[form][self._kinds[k][0]]))
+            for (k, form), v in self._forms[stage].items()
+        ]
 
     # -- blocks --------------------------------------------------------------------------------
     def _range(self, stage: int) -> tuple[int, int]:
@@ -216,14 +253,15 @@ class _Program:
             room = problem.limit_bytes - problem.base_bytes - max([least, *own])
             moments = problem.moments(device)
             for moment in moments[:: -(-len(moments) // MAX_MOMENTS)]:
-                terms = {}
+                terms: dict[Variable, float] = {}
                 for s in stages:
+                    terms |= dict(self._of_states(s, lambda b: b.state_bytes / GIB))
                     alive = moment.get(s)
+                    if alive is None:
+                        continue
                     for (kind, o), variable in self._counts[s].items():
-                        amount = self._block(kind).state_bytes
-                        if alive is not None:
-                            amount += self._option(kind, o).alive_bytes(alive, s)
-                        terms[variable] = amount / GIB
+                        held = self._option(kind, o).alive_bytes(alive, s) / GIB
+                        terms[variable] = terms.get(variable, 0.0) + held
                 self._row(-self._solver.infinity(), room / GIB, terms)
 
     # -- seconds -------------------------------------------------------------------------------
@@ -260,9 +298,9 @@ class _Program:
     def _updates(self) -> None:
         for device in range(self.bound.problem.pp):
             terms = {
-                v: self._block(kind).update_s / self._unit_s
+                v: update_s / self._unit_s
                 for s in self.bound.problem.stages_of(device)
-                for (kind, _), v in self._counts[s].items()
+                for v, update_s in self._of_states(s, lambda b: b.update_s)
             }
             self._row(-self._solver.infinity(), 0.0, {**terms, self._update: -1.0})
 
@@ -280,13 +318,9 @@ class _Program:
             elif term is Term.INPUTS:
                 add(self._parts[Term.BACKWARD, s], count)
                 add(self._parts[Term.WEIGHTS, s], -count)
-            elif term in (Term.GATHER, Term.REDUCE):
-                for (kind, _), variable in self._counts[s].items():
-                    block = self._block(kind)
-                    once_s = block.gather_s
-                    if term is Term.REDUCE:
-                        once_s = block.reduce_s / self.bound.num_reduces
-                    add(variable, count * once_s / self._unit_s)
+            elif term in _OF_STATES:
+                for variable, time_s in self._of_states(s, _OF_STATES[term]):
+                    add(variable, count * time_s / self._unit_s)
             else:
                 add(self._parts[term, s], count)
         return terms, constant_s
@@ -329,18 +363,11 @@ class _Program:
             for term in (Term.FORWARD, Term.BACKWARD, Term.WEIGHTS)
         )
         inputs = [max(0.0, b - w) for b, w in zip(backward, weights, strict=True)]
-        gather, reduce = (
-            [
-                sum(
-                    getattr(self._block(k), name) * v.solution_value()
-                    for (k, _), v in self._counts[s].items()
-                )
-                for s in stages
-            ]
-            for name in ("gather_s", "reduce_s")
+        gather, reduce, each = (
+            [sum(t * v.solution_value() for v, t in self._of_states(s, amount)) for s in stages]
+            for amount in _OF_STATES.values()
         )
-        each = [r / self.bound.num_reduces for r in reduce]
-        return [forward, backward, inputs, weights, gather, each, self._message_s]
+        return [forward, backward, inputs, weights, gather, reduce, self._message_s, each]
 
     def even_seconds(self) -> list[list[float]]:
         """The same with every stage a mean one."""
@@ -351,7 +378,7 @@ class _Program:
         backward = sum(o.backward_s for o in best) / stages
         weights = sum(o.weight_s for o in best) / stages
         each = [forward, backward, backward - weights, weights, 0.0, 0.0]
-        return [*([time_s] * stages for time_s in each), self._message_s]
+        return [*([time_s] * stages for time_s in each), self._message_s, [0.0] * stages]
 
 
 def _useful(options: Sequence[Option]) -> list[int]:

@@ -25,12 +25,13 @@ Source: ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.plan.types import ScheduleKind, StagePlacement
 from autopar.solver.chain_sums import ChainSums, Units, sums_of
 from autopar.solver.stages_problem import StageProblem
+from autopar.solver.state_forms import least_of
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
@@ -73,6 +74,8 @@ class PipelineBound:
     splits_backward: bool = False
     has_cycles: bool = False
     _sums: ChainSums = field(init=False)
+    _forms: list[ChainSums] = field(init=False)
+    _least: ChainSums = field(init=False)
     _units: Units | None = field(init=False, default=None)
     _unit_gain_s: float = field(init=False, default=0.0)
     _simple: float | None = field(init=False, default=None)
@@ -82,6 +85,8 @@ class PipelineBound:
 
     def __post_init__(self) -> None:
         self._sums = sums_of(self.problem.blocks)
+        self._forms = [sums_of(menus) for menus in self.problem.menus]
+        self._least = sums_of(least_of(self.problem))  # of states, whatever their form
         if self.floor.unit_of:
             self._units = self._sums.units(self.floor.unit_of)
         if self._units is not None:
@@ -137,14 +142,15 @@ class PipelineBound:
         if math.isinf(extra_s):
             return extra_s
         whole_s = self._whole_s() + extra_s
-        update_s = self._sums.update[n] / p
+        update_s = self._least.update[n] / p
         path_s = self._sums.forward[n] if self.splits_backward else whole_s
         hops = problem.num_stages - 1
         if problem.placement is StagePlacement.V:
             hops -= problem.virtual - 1  # the last stage of a round hands over on its own rank
         path_s += self._ways * self._message_s * hops
         if problem.virtual > 1:
-            return max(self._in_turns_s(whole_s), path_s) + update_s
+            found = max(self._in_turns_s(whole_s), path_s) + update_s
+            return max(found, self._traded_s()) if len(self._forms) > 1 else found
         if self.splits_backward:
             return max(count * whole_s / p, path_s) + update_s
         found = max(whole_s / (1.0 - (1.0 - 1.0 / count) ** p), path_s)
@@ -165,7 +171,7 @@ class PipelineBound:
             first = max(rank, n - problem.most_blocks * (stages - rank))
             filled = self._sums.forward if self.splits_backward else self._sums.time
             waits_s += filled[first] + self._fill_ways * rank * self._message_s
-        once_s = self._sums.gather[n] + self._sums.reduce[n]
+        once_s = self._least.gather[n] + self._least.reduce[n]
         mean_s = (count * whole_s + max(waits_s, once_s)) / p
         fastest = [o.total_s for o in self._sums.fastest]
         rows = zip(self._sums.counts, fastest, strict=True)
@@ -204,11 +210,40 @@ class PipelineBound:
     def _extra_of_all(self) -> float:
         """The same for all ranks together, as if they shared their memory."""
         problem, n = self.problem, len(self.problem.blocks)
-        room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._sums.state[n]
+        room = problem.pp * (problem.limit_bytes - problem.base_bytes) - self._least.state[n]
         flights = [self._flights(device) for device in range(problem.pp)]
         if problem.virtual > 1 and not self._has_room(flights):
             return math.inf
         return self._extra_s(0, n, room, min(map(min, flights)))
+
+    def _traded_s(self) -> float:
+        """The mean over ranks of all work, where memory is made by leaner forms or by recomputing.
+
+        Ranks share their memory, and every block has a form of its own.
+        """
+        problem, sums, n = self.problem, self._sums, len(self.problem.blocks)
+        flight = min(min(self._flights(device)) for device in range(problem.pp))
+        room = float(problem.pp * (problem.limit_bytes - problem.base_bytes))
+        room -= flight * sums.saved[n] + max(sums.least_transient)
+        total_s = problem.num_microbatches * self._whole_s()
+        steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
+        for first, row in zip(sums.first, sums.counts, strict=True):
+            count = row[n]
+            points = sorted((m[first].step_s, m[first].state_bytes) for m in problem.menus)
+            total_s += count * points[0][0]
+            room -= count * points[0][1]
+            for slope, time_s, less in _slopes(points):
+                steps.append((slope, float(count * less), count * time_s))
+        for step in sums.steps if flight > 0 else ():
+            count = sums.counts[step.kind][n]
+            time_s, size = problem.num_microbatches * step.seconds, flight * step.bytes
+            steps.append((time_s / size, count * size, count * time_s))
+        for _, size, time_s in sorted(steps):
+            if room >= 0:
+                break
+            total_s += time_s * min(1.0, -room / size)
+            room += size
+        return total_s / problem.pp if room >= -1.0 else math.inf
 
     def _flights(self, device: int) -> list[float]:
         """Micro-batches in flight in each stage of a rank, on average over its worst moments.
@@ -237,7 +272,7 @@ class PipelineBound:
         if not repeated:
             return True
         leanest = min(self._sums.least_saved[k] for k in repeated)
-        state = self._sums.least_state_of_repeats
+        state = self._least.least_state_of_repeats
         wanted = float(sum(counts[k] for k in repeated))
         for row in flights:
             room = float(problem.limit_bytes - problem.base_bytes)
@@ -251,21 +286,26 @@ class PipelineBound:
     def _fits(self, low: int, high: int, stage: int, step_s: float) -> bool:
         """Whether a rank can run ``[low, high)`` as this stage in a step of ``step_s``."""
         problem, count, sums = self.problem, self.problem.num_microbatches, self._sums
-        gather_s = sums.gather[high] - sums.gather[low]
-        reduce_s = sums.reduce[high] - sums.reduce[low]
         before_s = sums.forward[low]
         after_s = 0.0 if self.splits_backward else sums.time[low] - before_s
-        around_s = max(
-            before_s + after_s + self._fill_ways * stage * self._message_s,
-            max(gather_s, before_s) + max(reduce_s, after_s),
-        )
-        update_s = max(sums.update[high] - sums.update[low], sums.update[-1] / problem.pp)
-        time_s = around_s + update_s + count * self._run_s(low, high)
-        if time_s > step_s:
+        fill_s = before_s + after_s + self._fill_ways * stage * self._message_s
+        body_s = count * self._run_s(low, high)
+        least_update_s = self._least.update[-1] / problem.pp
+        if fill_s + least_update_s + body_s > step_s:
             return False
-        room = problem.limit_bytes - problem.base_bytes - (sums.state[high] - sums.state[low])
-        extra_s = self._extra_s(low, high, room, self._flight(stage))
-        return time_s + count * extra_s <= step_s
+        flight = self._flight(stage)
+        for form in self._forms:
+            gather_s = form.gather[high] - form.gather[low]
+            reduce_s = form.reduce[high] - form.reduce[low]
+            around_s = max(fill_s, max(gather_s, before_s) + max(reduce_s, after_s))
+            update_s = max(form.update[high] - form.update[low], least_update_s)
+            time_s = around_s + update_s + body_s
+            if time_s > step_s:
+                continue
+            room = problem.limit_bytes - problem.base_bytes - (form.state[high] - form.state[low])
+            if time_s + count * self._extra_s(low, high, room, flight) <= step_s:
+                return True
+        return False
 
     def _is_possible(self, step_s: float) -> bool:
         """Whether stages that take as many blocks as they can take them all."""
@@ -289,7 +329,7 @@ class PipelineBound:
         rounds = -(-problem.num_microbatches // ranks)
         cycle_s = self._run_s(at, n) + self._ways * (ranks - 1) * self._message_s
         around_s = self._sums.time[at] + self._ways * stage * self._message_s
-        return around_s + rounds * cycle_s + self._sums.update[n] / problem.pp <= step_s
+        return around_s + rounds * cycle_s + self._least.update[n] / problem.pp <= step_s
 
     def _furthest(self, at: int, stage: int, step_s: float, guess: int) -> int:
         """End of the longest run from ``at`` on that fits."""
@@ -304,3 +344,23 @@ class PipelineBound:
             else:
                 high = middle
         return low
+
+
+def _slopes(points: Sequence[tuple[float, int]]) -> Iterator[tuple[float, float, int]]:
+    """From the fastest of some forms to leaner ones along their hull.
+
+    Args:
+        points: Seconds and bytes, the fastest first.
+
+    Yields:
+        Seconds per byte, seconds and bytes of each step.
+    """
+    at_s, at = points[0]
+    while True:
+        steps = [(s - at_s, at - size) for s, size in points if size < at]
+        leaner = [(time_s / less, time_s, less) for time_s, less in steps]
+        if not leaner:
+            return
+        step = min(leaner, key=lambda row: (row[0], -row[2]))
+        yield step
+        at_s, at = at_s + step[1], at - step[2]

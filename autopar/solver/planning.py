@@ -17,13 +17,15 @@ from autopar.cluster import Cluster
 from autopar.errors import ConfigError, ConstraintError, InfeasibleError
 from autopar.ir.graph import Graph, OutputKind
 from autopar.plan.types import Plan
+from autopar.solver.analysis import Analysis
 from autopar.solver.candidates import device_counts
 from autopar.solver.constraints import Constraints
 from autopar.solver.mixed import MixedWish, solve_mixed, takes_pipelines, too_dear
 from autopar.solver.mixed_build import MixedBuilder, Prices
+from autopar.solver.near import NearAnswer, near_answer
 from autopar.solver.objective import SECONDS_PER_HOUR, Goal, Objective
-from autopar.solver.question import as_it_is
-from autopar.solver.search import SearchStats
+from autopar.solver.question import as_it_is, silent
+from autopar.solver.search import MeshSearch, SearchStats
 
 Progress = Callable[[str], None]
 Search = Callable[[Cluster, Constraints, int | None], tuple[Plan, SearchStats]]
@@ -44,6 +46,7 @@ class Planner:
         goal: What is minimised.
         progress: Called with a line of text now and then.
         time_limit_s: Wall-clock guard of each search.
+        analysis: What is known of the model on some cluster; searches near a plan go on with it.
     """
 
     graph: Graph
@@ -56,6 +59,7 @@ class Planner:
     goal: Goal = field(default_factory=Goal)
     progress: Progress | None = None
     time_limit_s: float | None = None
+    analysis: Analysis | None = None
     _builder: MixedBuilder | None = None
 
     @property
@@ -96,6 +100,44 @@ class Planner:
     def search_under(self, cluster: Cluster, constraints: Constraints) -> tuple[Plan, SearchStats]:
         """The best plan of one mesh for time under other constraints than the user's."""
         return self.search(cluster, constraints, None)
+
+    def near(self, cluster: Cluster, plan: Plan) -> NearAnswer:
+        """What is best near a plan of one mesh, for time.
+
+        Args:
+            cluster: Where it is to go on.
+            plan: The plan.
+
+        Raises:
+            ConstraintError: The constraints contradict something, or leave nothing near.
+            InfeasibleError: Nothing near fits.
+        """
+        model = self.prices(cluster)
+        if self.analysis is None:
+            self.analysis = Analysis(self.graph, cluster, model, self.constraints, self.optimizer)
+        analysis = self.analysis.on(cluster, model).under(self.constraints)
+        search = MeshSearch(
+            graph=self.graph,
+            model_hash=self.model_hash,
+            cluster=cluster,
+            constraints=self.constraints,
+            optimizer=self.optimizer,
+            limit_bytes=cluster.memory_bytes,
+            model=model,
+            progress=self.progress or silent,
+            time_limit_s=self.time_limit_s,
+            analysis=analysis,
+        )
+        found = near_answer(search, plan)
+        self.analysis = analysis
+        return replace(
+            found,
+            plan=self._told(found.plan, cluster),
+            stay=None if found.stay is None else self._told(found.stay, cluster),
+        )
+
+    def _told(self, plan: Plan, cluster: Cluster) -> Plan:
+        return self.dress(replace(plan, cost_per_step=cost_of(plan, cluster)))
 
     def takes_pipelines(self, cluster: Cluster) -> bool:
         """Whether plans on a cluster have unequal pipelines."""
@@ -166,10 +208,12 @@ def check_costs(cluster: Cluster) -> None:
     """
     names = sorted({m.device.name for m in cluster.machines if m.device.cost_per_hour is None})
     if names:
-        example = names[0].partition("@")[0]
+        kinds = sorted({name.partition("@")[0] for name in names})
+        given = ", ".join(f"{kind!r}: ..." for kind in kinds)
+        verb = "has" if len(names) == 1 else "have"
         raise ConfigError(
-            f"the objective needs prices, and {', '.join(names)} of {cluster} has none; give "
-            f"cost_per_hour={{{example!r}: ...}}, or cost_per_hour of the device in a cluster file"
+            f"the objective needs prices, and {', '.join(names)} of {cluster} {verb} none; give "
+            f"cost_per_hour={{{given}}}, or cost_per_hour of the device in a cluster file"
         )
 
 

@@ -25,13 +25,16 @@ class Ranked:
 
     Attributes:
         shape: Mesh, micro-batches, schedule.
-        zero_level: Of all parameters.
+        zero_level: The level that ``problem`` and ``table`` are of: that of all stages, unless
+            ``levels`` says otherwise.
         splits: The splits.
         problem: The problem that they solve.
         table: Menus under them.
         stage_problem: The problem of the cuts.
         stages: The cuts and options.
         estimate_s: Simulated seconds of a step, from the menus' figures.
+        levels: ZeRO level of every stage, where they are not all ``zero_level``.
+        alone: The choice with one level for all stages that it is an improvement of.
     """
 
     shape: Shape
@@ -42,6 +45,13 @@ class Ranked:
     stage_problem: StageProblem
     stages: StageSolution
     estimate_s: float
+    levels: tuple[int, ...] = ()
+    alone: Ranked | None = None
+
+    @property
+    def zero_levels(self) -> tuple[int, ...]:
+        """ZeRO level of every stage."""
+        return self.levels or (self.zero_level,) * self.shape.mesh.num_stages
 
     @property
     def surrogate_s(self) -> float:
@@ -100,8 +110,20 @@ def part_of(menus: tuple[BlockMenu, ...], share: float) -> tuple[BlockMenu, ...]
     return tuple(known[menu.key] for menu in menus)
 
 
-def with_costs(menus: Sequence[BlockMenu], costs: Sequence[ParameterCost], reduces: int) -> Chain:
-    """Relaxed menus with what their blocks' parameters cost."""
+def with_costs(
+    menus: Sequence[BlockMenu],
+    costs: Sequence[ParameterCost],
+    reduces: int,
+    num_reduces: int = 1,
+) -> Chain:
+    """Menus with what their blocks' parameters cost.
+
+    Args:
+        menus: By block.
+        costs: By block.
+        reduces: How often the costs' seconds of reducing are taken.
+        num_reduces: Reductions of gradients per step.
+    """
     keys: dict[object, str] = {}
     known: dict[object, BlockMenu] = {}
     by_object: dict[tuple[int, int], BlockMenu] = {}  # equal blocks share both as a rule
@@ -125,6 +147,7 @@ def with_costs(menus: Sequence[BlockMenu], costs: Sequence[ParameterCost], reduc
                 step_s=step_s,
                 gather_s=cost.gather_s,
                 reduce_s=reduce_s,
+                num_reduces=num_reduces,
             )
         return known[row]
 

@@ -30,7 +30,6 @@ from autopar.solver.chain_sums import Chain
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
-from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.recut import Recut
 from autopar.solver.schedule_choice import (
     best_order,
@@ -49,10 +48,14 @@ from autopar.solver.stages_problem import (
     StageSolution,
     least_memory_bytes,
 )
+from autopar.solver.state_forms import alike, useful
+from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
 EFFORTS = 5
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
+LONG_CHAIN = 1_000  # blocks
+MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
 
 
@@ -86,6 +89,7 @@ class Ranker:
     _outlooks: dict[Shape, dict[int, float]] = field(default_factory=dict)
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
+    _forms: dict[object, tuple[Chain, ...]] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -97,10 +101,9 @@ class Ranker:
             f"bodies and menus, {self.analysis.constraints.recompute}",
         )
         if key not in shared:
-            localizer = BlockLocalizer(self.analysis)
-            bodies = Bodies(self.analysis, localizer.spares)
-            shared[key] = (bodies, BlockTables(self.analysis, localizer))
-        self.bodies, self.tables = cast("tuple[Bodies, BlockTables]", shared[key])
+            shared[key] = Work.of(self.analysis)
+        work = cast("Work", shared[key])
+        self.bodies, self.tables = work.bodies, work.tables
         self.problems = ShapeProblems(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
@@ -121,43 +124,25 @@ class Ranker:
         if effort == 1:
             body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
             share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
-            return self._best_level_s(shape, body, share)
+            return self._least_s(shape, body, share)
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
         if effort > 3:
             return self._waiting_s(shape, body, enough_s)
-        return self._best_level_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+        return self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
-    def _best_level_s(
+    def _least_s(
         self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
     ) -> float:
-        found = math.inf
-        for level in self._levels(shape):
-            bound = self._pipeline(shape, self._relaxed(shape, level, body, share), floor)
-            if bound.may_beat(found):
-                found = min(found, bound.least_s())
-        return found
+        return self._pipeline(shape, self._free_levels(shape, body, share), floor).least_s()
 
     def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
         """With what ranks wait for each other in the orders of a shape."""
         if shape.mesh.pp == 1:
             return 0.0
-        rows = []
-        for level in self._levels(shape):
-            bound = replace(
-                self._orders(shape, self._relaxed(shape, level, body)),
-                floor=body.floor,
-                knows_halves=False,
-                num_reduces=shape.num_microbatches if level >= 2 else 1,
-            )
-            rows.append((bound.quick().least_s(), level, bound))
-        found = math.inf
-        for least_s, _, bound in sorted(rows, key=lambda row: row[:2]):
-            if least_s >= min(found, enough_s):
-                return min(found, least_s)
-            found = min(found, bound.least_s(min(found, enough_s)))
-        return found
+        orders = self._orders(shape, self._free_levels(shape, body))
+        return replace(orders, floor=body.floor, knows_halves=False).least_s(enough_s)
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches
@@ -181,12 +166,34 @@ class Ranker:
             body: Its body, or one with more samples.
             share: Of the samples of the body that a micro-batch has.
         """
+        menus = self._least_menus(shape, level, body, share)
+        return self._relaxed_problem(shape, menus, body, share)
+
+    def _free_levels(self, shape: Shape, body: Body, share: float = 1.0) -> StageProblem:
+        """The same with the choice of a ZeRO level for every stage."""
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        reduces = shape.num_microbatches if max(levels) >= 2 else 1
+        key = (body.sizes, shape.mesh.dp, levels, reduces, share)
+        if key not in self._forms:
+            rows = [self._least_menus(shape, level, body, share) for level in levels]
+            self._forms[key] = alike(useful(rows))
+        menus = self._forms[key]
+        problem = self._relaxed_problem(shape, menus[0], body, share)
+        return problem if len(menus) == 1 else replace(problem, forms=menus)
+
+    def _least_menus(self, shape: Shape, level: int, body: Body, share: float) -> Chain:
+        """The least that blocks can cost at a level, kept for other shapes."""
         reduces = shape.num_microbatches if level >= 2 else 1
         key = (body.sizes, shape.mesh.dp, level, reduces, share)
         if key not in self._least:
             costs = self._least_costs(shape, level, body)
             menus = body.least if share == 1 else part_of(body.least, share)
-            self._least[key] = with_costs(menus, costs, reduces)
+            self._least[key] = with_costs(menus, costs, reduces, reduces)
+        return self._least[key]
+
+    def _relaxed_problem(
+        self, shape: Shape, menus: Chain, body: Body, share: float
+    ) -> StageProblem:
         boundary_bytes = body.boundary_bytes
         if share != 1:
             cut = (body.sizes, share)
@@ -195,7 +202,7 @@ class Ranker:
                     (int(share * a), int(share * b)) for a, b in boundary_bytes
                 )
             boundary_bytes = self._cut_bytes[cut]
-        return self.problems.problem(shape, self._least[key], boundary_bytes, self.limit_bytes)
+        return self.problems.problem(shape, menus, boundary_bytes, self.limit_bytes)
 
     def _fewest(self, dp: int) -> int:
         """The fewest data ranks that split the batch as ``dp`` does."""
@@ -230,13 +237,13 @@ class Ranker:
         body = self.bodies.body(shape.sizes)
         menus, more = self._likely_menus(shape, body)
         found: dict[int, tuple[float, StageProblem, StageSolution]] = {}
-        for level in self._levels(shape):
+        for level in self.analysis.zero_levels(shape.mesh.dp):
             relaxed = self._relaxed(shape, level, body)
             if not self._pipeline(shape, relaxed, body.floor).may_beat(NEAR * best_s):
                 continue
             costs = self._least_costs(shape, level, body)
             reduces = shape.num_microbatches if level >= 2 else 1
-            problem = replace(relaxed, blocks=with_costs(menus, costs, reduces))
+            problem = replace(relaxed, blocks=with_costs(menus, costs, reduces, reduces))
             stages = self.problems.first_stages(problem)
             if stages is None:
                 continue
@@ -258,10 +265,12 @@ class Ranker:
         """Menus of a body as they are likely to be, and what their seconds are to be times.
 
         Those of the nearest number of samples whose splits are known; relaxed ones with the work
-        of the body's own splits if there are none.
+        of the body's own splits if there are none. Work on few samples is dearer for each than
+        that on many, so that menus are not taken for much larger ones.
         """
         samples = 1 / (shape.num_microbatches * shape.mesh.dp)
         known = self._known.get(shape.mesh.tp, {})
+        known = {own: table for own, table in known.items() if samples <= MOST_GROWN * own}
         if known:
             nearest = min(known, key=lambda other: (abs(math.log(samples / other)), other))
             return part_of(known[nearest].menus, samples / nearest), 1.0
@@ -271,7 +280,7 @@ class Ranker:
 
     def _hopeful(self, shape: Shape, best_s: float) -> tuple[int, ...]:
         """ZeRO levels that are worth working out beside a plan that is known."""
-        levels = self._levels(shape)
+        levels = self.analysis.zero_levels(shape.mesh.dp)
         outlooks = self._outlooks.get(shape)
         if outlooks is None or math.isinf(best_s):
             return levels
@@ -281,9 +290,8 @@ class Ranker:
     def least_bytes(self, shape: Shape) -> int:
         """Bytes that the fullest device needs, at least."""
         body = self.bodies.body(shape.sizes)
-        return min(
-            least_memory_bytes(self._relaxed(shape, level, body)) for level in self._levels(shape)
-        )
+        levels = self.analysis.zero_levels(shape.mesh.dp)
+        return min(least_memory_bytes(self._relaxed(shape, level, body)) for level in levels)
 
     def model_bound_s(self, ranked: Ranked, enough_s: float = math.inf) -> float:
         """A lower bound of the estimate of a shape under its splits, as sharp as ``enough_s``."""
@@ -331,13 +339,19 @@ class Ranker:
         return (sizes[0] > 1, *sizes[1:], level, id(body.structure))
 
     def rank(
-        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = math.inf
+        self,
+        shape: Shape,
+        *,
+        limit_bytes: int = 0,
+        best_s: float = math.inf,
+        levels: Sequence[int] = (),
     ) -> Ranked | Misfit | None:
         """A good choice for a shape: splits of its body, greedy cuts.
 
         Args:
             shape: The shape.
-            limit_bytes: Memory of a device, if it is to be tighter than the real one.
+            limit_bytes: Memory of a device, if it is to be another than the real one.
+            levels: ZeRO levels to try; all that are hopeful if left out.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
 
         Returns:
@@ -350,7 +364,7 @@ class Ranker:
         found: Ranked | Misfit | None
         misfits: list[Misfit] = []
         is_roomy = False
-        for level in self._hopeful(shape, best_s):
+        for level in levels or self._hopeful(shape, best_s):
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
@@ -376,14 +390,6 @@ class Ranker:
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):
                 best = found
         return best or min(misfits, key=lambda m: m.least_bytes, default=None)
-
-    def _levels(self, shape: Shape) -> tuple[int, ...]:
-        """ZeRO levels to try, fastest first."""
-        if self.analysis.constraints.zero is not None:
-            return (self.analysis.constraints.zero,)
-        if not self.analysis.trains:  # there is only the parameters' own memory to spread
-            return (0, 3) if shape.mesh.dp > 1 else (0,)
-        return (1, 0, 2, 3) if shape.mesh.dp > 1 else (0,)
 
     def _leaner(
         self, misfit: Misfit, body: Body, limit_bytes: int, best_s: float
@@ -447,7 +453,7 @@ class Ranker:
         if not math.isinf(best_s):
             owners = self.tables.owners(body.structure)
             costs = parameter_costs(parameters, chosen.options, owners)
-            menus = with_costs(body.least, costs, 1)
+            menus = with_costs(body.least, costs, 1, parameters.num_reduces)
             least = self.problems.problem(shape, menus, body.boundary_bytes, limit_bytes)
             bound = self._pipeline(shape, least, body.floor)
             if not bound.may_beat(NEAR * best_s):
@@ -506,7 +512,8 @@ class Ranker:
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
-        By CP-SAT, or by moving blocks where ranks have several stages each.
+        By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
+        greedy cuts of hundreds of equal blocks leave little, and the program grows with them.
 
         Args:
             ranked: From :meth:`rank`.
@@ -514,7 +521,8 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        if problem.virtual > 1:
+        is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
+        if problem.virtual > 1 or is_long:
             stages = Recut(problem).improved(ranked.stages.starts)
         else:
             stages = solve_stages(problem)

@@ -66,6 +66,7 @@ class BlockLocalizer:
     common: tuple[str, ...] = field(init=False)
     spares: tuple[Spare | None, ...] = field(init=False)
     _map: StageMap = field(init=False)
+    _entries: Mapping[str, Input] = field(init=False)
     _demands: tuple[StageDemand, ...] = field(init=False)
     _crossing: set[str] = field(init=False)
     _needed: list[set[str]] = field(default_factory=list)
@@ -75,6 +76,7 @@ class BlockLocalizer:
 
     def __post_init__(self) -> None:
         graph, chain = self.analysis.graph, self.analysis.chain
+        self._entries = graph.input_map()
         firsts = tuple(block.forward[0] for block in chain.blocks[1:])
         self._map = assign_stages(graph, firsts)
         self._demands = stage_demands(graph, self._map, self.analysis.gathered)
@@ -269,11 +271,17 @@ class BlockLocalizer:
 
     def _part(self, block: int) -> Graph:
         """The operators that a block makes or receives, with the graph's inputs."""
-        whole, wanted = self.analysis.graph, set(self._demands[block].wanted)
-        nodes = self.analysis.nodes
-        wanted |= {nodes[n].refs()[0] for n in wanted if nodes[n].op == "getitem"}
-        kept = tuple(n for n in whole.nodes if n.name in wanted)
-        return Graph(whole.inputs, kept, self._demands[block].results)
+        demand, nodes = self._demands[block], self.analysis.nodes
+        kept: dict[str, Node] = {}
+        for node in demand.nodes:
+            if node.op == "getitem":  # what it picks from may be another block's
+                base = nodes[node.refs()[0]]
+                kept.setdefault(base.name, base)
+            kept[node.name] = node
+        read = {ref for node in kept.values() for ref in self.analysis.refs[node.name]}
+        read |= {output.value.name for output in demand.results if output.value is not None}
+        inputs = tuple(self._entries[name] for name in self._entries if name in read)
+        return Graph(inputs, tuple(kept.values()), demand.results)
 
     def _roots(self, block: int, body: StageBody) -> tuple[list[str], list[str], list[str]]:
         """Local names of what forward and backward must yield, and of what backward sends."""
@@ -290,7 +298,7 @@ class BlockLocalizer:
 
     def _inputs(self, body: StageBody, roots: Iterable[str]) -> tuple[Input, ...]:
         """What is read and not made, as inputs of a program."""
-        metas, entries = body.emitter.metas, self.analysis.graph.input_map()
+        metas, entries = body.emitter.metas, self._entries
         made = {n.name for n in body.emitter.nodes}
         found: dict[str, Input] = {}
         for name in (*(r for n in body.emitter.nodes for r in n.refs()), *roots):

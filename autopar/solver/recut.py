@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from autopar.plan.orders import order_of
 from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
@@ -81,10 +82,10 @@ class Recut:
         """The steps that are run, with their weights; made when a choice is found to fit."""
         problem = self.problem
         if not self._made:
-            self._made = [
-                (weight, StepPaths(order_of(problem.schedule, problem.mesh, n), problem.num_stages))
-                for n, weight in sampled_counts(problem)
-            ]
+            each = any(b.num_reduces > 1 for b in problem.blocks)
+            for n, weight in sampled_counts(problem):
+                order = order_of(problem.schedule, problem.mesh, n)
+                self._made.append((weight, StepPaths(order, problem.num_stages, each)))
         return self._made
 
     def improved(self, starts: Starts) -> StageSolution | None:
@@ -130,18 +131,21 @@ class Recut:
     # -- moves ---------------------------------------------------------------------------------
     def _moves(self, choice: _Choice) -> Iterator[Starts]:
         """Cuts with one block moved from one stage to another, most promising first."""
-        problem, n = self.problem, len(self.problem.blocks)
         dear = self._dearness(choice)
-        runs = bounds(choice.starts, n)
-        pairs = sorted(
-            (
-                (dear[target] - dear[source], abs(target - source), source, target)
-                for source, (low, high) in enumerate(runs)
-                for target, (begin, end) in enumerate(runs)
-                if source != target and high - low > 1 and end - begin < problem.most_blocks
-            ),
+        runs = bounds(choice.starts, len(self.problem.blocks))
+        most = self.problem.most_blocks
+        # the dearest sources and the cheapest targets have all of the most promising pairs
+        sources = [s for s, (low, high) in enumerate(runs) if high - low > 1]
+        targets = [s for s, (low, high) in enumerate(runs) if high - low < most]
+        sources = nsmallest(MAX_MOVES + 1, sources, key=lambda s: -dear[s])
+        targets = nsmallest(MAX_MOVES + 1, targets, key=lambda s: dear[s])
+        pairs = (
+            (dear[target] - dear[source], abs(target - source), source, target)
+            for source in sources
+            for target in targets
+            if source != target
         )
-        for _, _, source, target in pairs[:MAX_MOVES]:
+        for _, _, source, target in nsmallest(MAX_MOVES, pairs):
             starts = list(choice.starts)
             if source < target:
                 starts[source:target] = [s - 1 for s in starts[source:target]]
@@ -154,7 +158,7 @@ class Recut:
         dear = [0.0] * self.problem.num_stages
         seconds = self._seconds(choice.starts, choice.picks)
         for weight, graph in self._graphs:
-            path: Path = graph.longest(seconds)[1][0]
+            path: Path = graph.longest(seconds, most=1)[1][0]
             for (term, stage), count in path.items():
                 if term is not Term.MESSAGE:
                     dear[stage] += weight * count * (2.0 if term is Term.BACKWARD else 1.0)
@@ -270,8 +274,10 @@ class Recut:
             [row[high] - row[low] for low, high in runs]
             for row in (self._sums.gather, self._sums.reduce)
         )
+        each = [sum(problem.blocks[i].each_s for i in range(*run)) for run in runs]
+        reduce = [0.0 if e else r for r, e in zip(reduce, each, strict=True)]
         message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
-        return [forward, backward, inputs, weights, gather, reduce, message]
+        return [forward, backward, inputs, weights, gather, reduce, message, each]
 
 
 def even_starts(problem: StageProblem) -> Starts:

@@ -133,6 +133,7 @@ def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
     _more_memory(trials, error)
     _more_devices(trials)
     _leaner_states(trials)
+    _other_programs(trials, error)
     ordered = sorted(trials.found, key=lambda r: (r.time_s, r.what))
     notes = trials.vain[:_SHOWN_VAIN]
     rest = len(trials.vain) - len(notes)
@@ -171,7 +172,7 @@ def _short(error: AutoparError) -> str:
     """Why a trial gave no plan, in one line."""
     if isinstance(error, InfeasibleError) and error.shortfalls:
         least = min(error.shortfalls, key=lambda s: s.needed)
-        return f"still needs {format_bytes(least.needed)}, has {format_bytes(least.available)}"
+        return f"still needs {least.amount(least.needed)}, has {least.amount(least.available)}"
     return str(error).partition("\n")[0]
 
 
@@ -293,5 +294,12 @@ def _leaner_states(trials: _Trials) -> None:
         what = f"use the optimizer {name} (now {own})"
         if not trials.take(what, trials.ask(what, optimizer=name)):
             break  # those that keep more do not fit either
+
+
+def _other_programs(trials: _Trials, error: InfeasibleError) -> None:
+    """The same model as another program, such as one of lower precision."""
+    asker = trials.asker
+    if all(row.unit != "bytes" for row in error.shortfalls):
+        return  # other programs are searched for time in memory alone, not within a cost
     for what, make in asker.question.programs.items():
         trials.take(what, None if asker.is_spent else trials.ask(what, graph=make()))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
@@ -29,6 +30,7 @@ from autopar.plan.schedule import Alive
 from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
 
 NODE_LIMIT = 500
+MAX_GROUPS = 48  # of a rank's blocks that are decided apart
 GAP = 1e-4  # share of a rank's seconds that may be left
 MAX_ROUNDS = 12  # of adding rows; then all of them are added
 SLACKS = (0.0, 4e-6)  # shares of the room that are left empty: the solver has a tolerance of 1e-6
@@ -111,19 +113,66 @@ def _key(problem: StageProblem, device: int, runs: Runs) -> object:
 
 def _rank_options(problem: StageProblem, device: int, runs: Runs) -> list[int] | None:
     """The options of a rank's blocks, in the order of its stages."""
-    blocks = {i: problem.blocks[i] for s in sorted(runs) for i in runs[s]}
-    if all(len(block.options) == 1 for block in blocks.values()):
-        return [0] * len(blocks)
-    states = sum(block.state_bytes for block in blocks.values())
-    room = problem.limit_bytes - problem.base_bytes - states
+    every = [problem.blocks[i] for s in sorted(runs) for i in runs[s]]
+    if all(len(block.options) == 1 for block in every):
+        return [0] * len(every)
+    room = problem.limit_bytes - problem.base_bytes - sum(block.state_bytes for block in every)
     if room <= 0:
         return None
-    rows = [list(_memory_rows(problem, moment, runs)) for moment in problem.moments(device)]
+    groups = {s: _groups(problem.blocks, run, -(-len(every) // MAX_GROUPS))
+              for s, run in sorted(runs.items())}  # fmt: skip
+    blocks = {g.start: _together(problem.blocks[g.start], len(g))
+              for row in groups.values() for g in row}  # fmt: skip
+    starts = {s: [g.start for g in row] for s, row in groups.items()}
+    rows = [
+        list(_memory_rows(problem, blocks, moment, starts)) for moment in problem.moments(device)
+    ]
     for slack in SLACKS:
         found = _solve_by_rows(blocks, rows, room, slack)
         if found is None or not _exceeded(rows, found, room):
             break
-    return None if found is None else [o for _, o in found]
+    if found is None:
+        return None
+    chosen = dict(found)
+    return [chosen[g.start] for row in groups.values() for g in row for _ in g]
+
+
+def _groups(blocks: Sequence[BlockMenu], run: range, most: int) -> list[range]:
+    """A stage's blocks in groups of neighbours that are equal and take one option together.
+
+    Where a rank has very many blocks a choice for each is out of proportion.
+
+    Args:
+        blocks: Of the chain.
+        run: The stage's.
+        most: Blocks of a group.
+    """
+    found: list[range] = []
+    for i in run:
+        last = found[-1] if found else range(0)
+        if len(last) and len(last) < most and blocks[i].key == blocks[last.start].key:
+            found[-1] = range(last.start, i + 1)
+        else:
+            found.append(range(i, i + 1))
+    return found
+
+
+def _together(block: BlockMenu, count: int) -> BlockMenu:
+    """The menu of several equal blocks; one of them is running when most is alive."""
+    if count == 1:
+        return block
+    options = tuple(
+        replace(
+            o,
+            forward_s=count * o.forward_s,
+            backward_s=count * o.backward_s,
+            weight_s=count * o.weight_s,
+            saved_bytes=count * o.saved_bytes,
+            held_bytes=count * o.held_bytes,
+        )
+        for o in block.options
+    )
+    return replace(block, options=options, state_bytes=count * block.state_bytes)
 
 
 def _exceeded(
@@ -208,20 +257,25 @@ def _solve(
     return [at for number, at in enumerate(columns) if values[model.get_variable(number)] > 0.5]
 
 
-def _memory_rows(problem: StageProblem, moment: Mapping[int, Alive], runs: Runs) -> Iterator[_Row]:
+def _memory_rows(
+    problem: StageProblem,
+    blocks: Mapping[int, BlockMenu],
+    moment: Mapping[int, Alive],
+    runs: Mapping[int, Sequence[int]],
+) -> Iterator[_Row]:
     """The rows of one moment, one for each block that may be running: bytes of every option."""
     alive = {
         (i, o): option.alive_bytes(moment[s], s)
         for s, run in runs.items()
         if s in moment
         for i in run
-        for o, option in enumerate(problem.blocks[i].options)
+        for o, option in enumerate(blocks[i].options)
     }
     for stage, run in runs.items():
         left = dict(alive)
         for i in reversed(run):
             row = dict(left)
-            for o, option in enumerate(problem.blocks[i].options):
+            for o, option in enumerate(blocks[i].options):
                 row[i, o] = row.get((i, o), 0) + option.transient_bytes
                 if _frees(problem, moment, stage):
                     left[i, o] -= option.saved_bytes

@@ -2,8 +2,8 @@
 
 1. The old shape on what is left is evaluated first: the pipelines whose devices are still there, or
    the old mesh with fewer data ranks. That is what *staying* means, and a hint for the search.
-2. The new plan is searched. For one mesh the search begins with shapes of the old ``tp``, which its
-   blocks' splits fit; all shapes are searched on request, or if none of those is feasible.
+2. The new plan is searched. For one mesh that is done near the old one, with what is known of it
+   (:mod:`autopar.solver.near`); all shapes are searched on request, or if nothing near fits.
 3. What both need to move is worked out exactly (:mod:`autopar.plan.migration`). Moving costs
    seconds once, the faster plan saves some each step: the break-even is where they meet.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autopar.cluster import Cluster, Machine
 from autopar.errors import ConfigError, ConstraintError, InfeasibleError
@@ -44,6 +45,8 @@ class Replan:
         migration: What travels to the new plan.
         stay_migration: What travels to go on with the old shape.
         is_thorough: Whether all shapes were searched, or those near the old one.
+        searched: What was searched, if that is not all, and what it leaves open.
+        matched: Which devices were taken for which, if that is not plain.
     """
 
     plan: Plan
@@ -52,6 +55,8 @@ class Replan:
     migration: Migration
     stay_migration: Migration | None
     is_thorough: bool
+    searched: str = ""
+    matched: str = ""
 
     @property
     def saved_s(self) -> float:
@@ -93,8 +98,11 @@ class Replan:
                     f"break-even: after {math.ceil(steps):,} steps, "
                     f"{format_time(self.break_even_s)} from the start of the move"
                 )
+        if self.matched:
+            lines.append(f"devices: {self.matched}")
         if not self.is_thorough:
-            lines.append("searched: shapes near the old one; thorough=True searches all")
+            default = "searched: shapes near the old one; thorough=True searches all"
+            lines.append(self.searched or default)
         return "\n".join(lines)
 
 
@@ -105,10 +113,12 @@ class Change:
     Attributes:
         cluster: The new one.
         ranks: Old rank -> new rank of the same device; those that are gone are left out.
+        matched: How devices were matched, in words, where some were not.
     """
 
     cluster: Cluster
     ranks: Mapping[int, int]
+    matched: str = ""
 
 
 def change_of(
@@ -123,7 +133,8 @@ def change_of(
     Args:
         before: The old cluster.
         after: The new one; its machines are taken for the old ones in order, kind by kind, whatever
-            their speed. With it ``lost`` and ``slower`` are left out.
+            their speed: those of the same size first, then those of the same device. With it
+            ``lost`` and ``slower`` are left out.
         lost: Old machines that are gone.
         slower: Old machine -> factor of its speed.
 
@@ -134,7 +145,7 @@ def change_of(
     if (after is None) == (not lost and not slower):
         raise ConfigError("replan: name the new devices=, or what changed: lost= or slower=")
     if after is not None:
-        return Change(cluster=after, ranks=_matched(before, after))
+        return _matched(before, after)
     changed = before
     for number, factor in sorted((slower or {}).items()):
         if number in lost:
@@ -152,26 +163,51 @@ def change_of(
     return Change(cluster=changed.without_machines(lost), ranks=ranks)
 
 
-def _matched(before: Cluster, after: Cluster) -> dict[int, int]:
-    """Ranks of machines of one device and size, in order."""
+def _matched(before: Cluster, after: Cluster) -> Change:
+    """Machines of one device and size for each other, in order; then those of one device.
 
-    def kind(machine: Machine) -> tuple[str, int]:
-        return machine.device.name.partition("@")[0], machine.num_devices
+    Of two machines of unlike size as many devices are taken for each other as both have.
+    """
 
-    waiting: dict[tuple[str, int], list[int]] = {}
-    at = 0
-    for machine in after.machines:
-        waiting.setdefault(kind(machine), []).append(at)
-        at += machine.num_devices
+    def device(machine: Machine) -> str:
+        return machine.device.name.partition("@")[0]
+
+    starts = [list(accumulate((m.num_devices for m in c.machines), initial=0))
+              for c in (before, after)]  # fmt: skip
     ranks: dict[int, int] = {}
-    at = 0
-    for machine in before.machines:
-        free = waiting.get(kind(machine), [])
-        if free:
-            first = free.pop(0)
-            ranks.update({at + i: first + i for i in range(machine.num_devices)})
-        at += machine.num_devices
-    return ranks
+    old = list(enumerate(before.machines))
+    new = list(enumerate(after.machines))
+    for same_size in (True, False):
+        for number, machine in list(old):
+            for other, candidate in new:
+                sizes = {machine.num_devices, candidate.num_devices}
+                if device(machine) == device(candidate) and len(sizes) <= 2 - same_size:
+                    low, high = starts[0][number], starts[1][other]
+                    ranks.update({low + i: high + i for i in range(min(sizes))})
+                    old.remove((number, machine))
+                    new.remove((other, candidate))
+                    break
+    return Change(
+        cluster=after, ranks=dict(sorted(ranks.items())), matched=_words(before, after, len(ranks))
+    )
+
+
+def _words(before: Cluster, after: Cluster, num_kept: int) -> str:
+    """How devices were matched, where some were not."""
+    total = before.num_devices
+    if num_kept == min(total, after.num_devices):
+        return ""
+    kinds = [{m.device.name.partition("@")[0] for m in c.machines} for c in (before, after)]
+    gone = sorted(kinds[0] - kinds[1])
+    text = f"{num_kept} of {total} go on"
+    if gone:
+        text += f"; {after} has no {', '.join(gone)}"
+    if kinds[0] & kinds[1]:
+        text += (
+            "; machines are taken for the old ones of their device in order, and of one of another "
+            "size as many devices as both have"
+        )
+    return text
 
 
 def replan(
@@ -196,10 +232,12 @@ def replan(
         InfeasibleError: Nothing fits what is left.
         ConstraintError: The constraints contradict it.
     """
+    searched = ""
     if planner.takes_pipelines(change.cluster):
         found, stay, is_thorough = _pipelines(planner, plan, change, thorough=thorough)
     else:
-        found, stay, is_thorough = _mesh(planner, plan, change, thorough=thorough)
+        found, stay, searched = _mesh(planner, plan, change, thorough=thorough)
+        is_thorough = not searched
     if stay is not None and _is_better(planner, stay, found):
         found = stay
     states = state_bytes(planner)
@@ -217,6 +255,8 @@ def replan(
         migration=travel(found),
         stay_migration=None if stay is None else travel(stay),
         is_thorough=is_thorough,
+        searched=searched,
+        matched=change.matched,
     )
 
 
@@ -243,19 +283,19 @@ def state_bytes(planner: Planner) -> dict[str, int]:
 # -- one mesh ------------------------------------------------------------------------------------
 def _mesh(
     planner: Planner, plan: Plan, change: Change, *, thorough: bool
-) -> tuple[Plan, Plan | None, bool]:
-    cluster, own = change.cluster, planner.constraints
-    stay = _fewer_data_ranks(planner, plan, cluster)
-    near = replace(own, tp=plan.mesh.tp) if not plan.pipelines and own.tp is None else own
-    if planner.goal.objective is not Objective.TIME:
-        near = own  # a search near the old shape asks for the fastest plan alone
-    is_thorough = thorough or near is own
-    if not is_thorough:
+) -> tuple[Plan, Plan | None, str]:
+    """The new plan, the old shape, and what was searched if that is not all."""
+    # a search near the old shape asks for the fastest plan alone
+    is_for_time = planner.goal.objective is Objective.TIME
+    if not thorough and is_for_time and not plan.pipelines:
         try:
-            return _searched(planner, cluster, near, own), stay, False
+            answer = planner.near(change.cluster, plan)
         except (InfeasibleError, ConstraintError):
             pass  # no shape near the old one is possible: all others are asked
-    return planner.plan(cluster)[0], stay, True
+        else:
+            return answer.plan, answer.stay, str(answer)
+    stay = _fewer_data_ranks(planner, plan, change.cluster)
+    return planner.plan(change.cluster)[0], stay, ""
 
 
 def _searched(

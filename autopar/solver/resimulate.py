@@ -51,6 +51,7 @@ class Resimulator:
             optimizer=plan.optimizer,
             optimizer_s_per_byte=optimizer_s_per_byte,
             warmup=plan.warmup or None,
+            offloads=bool(plan.offload),
         )
 
     def figures(self, cluster: Cluster, model: CostModel) -> ExactFigures:

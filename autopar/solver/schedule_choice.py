@@ -238,13 +238,15 @@ class _Run:
         blocks = problem.blocks
         chosen = [b.options[o] for b, o in zip(blocks, solution.options, strict=True)]
         runs = bounds(solution.starts, len(blocks))
-        self._seconds = []
+        self._seconds, self._each_s = [], list[float]()
         for stage, (low, high) in enumerate(runs):
             backward_s = sum(o.backward_s for o in chosen[low:high])
             # nothing waits for the first stage's backward: all of it is the half of the weights
             weight_s = backward_s if stage == 0 else sum(o.weight_s for o in chosen[low:high])
             gather_s = sum(b.gather_s for b in blocks[low:high])
-            reduce_s = sum(b.reduce_s for b in blocks[low:high])
+            each_s = sum(b.each_s for b in blocks[low:high])
+            self._each_s.append(each_s)
+            reduce_s = 0.0 if each_s else sum(b.reduce_s for b in blocks[low:high])
             self._seconds.append(
                 StageSeconds(
                     forward_s=sum(o.forward_s for o in chosen[low:high]),
@@ -264,4 +266,4 @@ class _Run:
 
     def step_s(self, kind: ScheduleKind, count: int, warmup: tuple[int, ...] | None) -> float:
         """Seconds of a step in an order, before the optimizer's."""
-        return step_s(kind, self._mesh, count, warmup, self._seconds, self._links)
+        return step_s(kind, self._mesh, count, warmup, self._seconds, self._links, self._each_s)

@@ -21,7 +21,7 @@ from autopar.plan.types import Plan
 from autopar.sharding.build import KeptBodies, localize
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.programs import LocalPrograms
-from autopar.solver.analysis import Analysis
+from autopar.solver.analysis import Analysis, optimizer_s_per_byte
 from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
@@ -31,12 +31,16 @@ from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
+from autopar.solver.offload import either_place
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
+from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
+from cost_models.local import is_cpu
+from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +123,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
         )[0]  # fmt: skip
 
-    search = _Search(
+    search = MeshSearch(
         graph=graph,
         model_hash=model_hash,
         cluster=cluster,
@@ -132,8 +136,12 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     )
+    may_offload = constraints.offload == "allowed" and not is_cpu(cluster)
     with no_collections():
-        plan, stats = search.run()
+        if not may_offload or offload_fault(cluster):
+            plan, stats = search.run()
+        else:
+            plan, stats = either_place(search.run, ask, constraints), search.stats
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -142,7 +150,9 @@ def _silent(_: str) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class MeshSearch:
+    """One search; arguments as of :func:`solve`."""
+
     graph: Graph
     model_hash: str
     cluster: Cluster
@@ -150,8 +160,8 @@ class _Search:
     optimizer: str
     limit_bytes: int
     model: CostModel
-    progress: Progress
-    time_limit_s: float | None
+    progress: Progress = _silent
+    time_limit_s: float | None = None
     analysis: Analysis | None = None
     gives_remedy: bool = True
     stats: SearchStats = field(default_factory=SearchStats)
@@ -165,12 +175,25 @@ class _Search:
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
 
-    def run(self) -> tuple[Plan, SearchStats]:
+    def prepare(self) -> Analysis:
+        """Check what is asked, and get ready to answer.
+
+        Raises:
+            ConstraintError: The constraints contradict the model, the cluster or each other.
+        """
         check_constraints(self.graph, self.constraints, self.cluster.num_devices)
         analysis = self.analysis or Analysis(
             self.graph, self.cluster, self.model, self.constraints, self.optimizer
         )
         self._analysis = analysis
+        self._ranker = Ranker(analysis, self.limit_bytes)
+        self._leanest = {}
+        return analysis
+
+    def run(self) -> tuple[Plan, SearchStats]:
+        """The best plan and how the search went."""
+        analysis = self.prepare()
+        ranker = self._ranker
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
         self._phase("analysis")
@@ -178,8 +201,6 @@ class _Search:
             f"{len(analysis.chain.blocks)} blocks, {len(analysis.chain.classes)} kinds, "
             f"{len(space)} shapes"
         )
-        self._ranker = ranker = Ranker(analysis, self.limit_bytes)
-        self._leanest = {}
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
         by_hand = set(grid(space, analysis.batch_size))
@@ -197,15 +218,7 @@ class _Search:
             raise self._infeasible(master.verdicts)
         verdicts = list(master.verdicts)
         if not self.is_late():
-            first, winner = (
-                winner,
-                loosened(
-                    winner,
-                    evaluate=lambda ranked: self._evaluate(analysis, ranker, ranked),
-                    ranker=ranker,
-                    limit_bytes=self.limit_bytes,
-                ),
-            )
+            first, winner = winner, self.loosened(winner)
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
         self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
@@ -277,7 +290,7 @@ class _Search:
         """A good choice for a shape; None if it does not fit."""
         self.stats.num_ranked += 1
         try:
-            found = self._ranker.rank(shape, best_s=best_s)
+            found = self._rank(shape, best_s=best_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
@@ -292,12 +305,37 @@ class _Search:
         self.progress(f"{shape}: about {format_time(found.estimate_s)}")
         return found
 
+    def _rank(
+        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = inf
+    ) -> Ranked | Misfit | None:
+        """A good choice for a shape; one whose stages have the levels that are given."""
+        if self._analysis.stage_levels:
+            return rank_given(self._ranker, shape, limit_bytes or self.limit_bytes)
+        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s)
+
     def improve(self, candidate: Ranked) -> Ranked:
-        """Splits for just this shape, better cuts."""
+        """Splits for just this shape, better cuts, a ZeRO level for each stage."""
+        if self._analysis.stage_levels:
+            return candidate
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes)
-        return min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
+        return leveled(self._ranker, best)
+
+    def loosened(self, outcome: Outcome) -> Outcome:
+        """The same with as little made again as the exact bytes allow."""
+        return loosened(
+            outcome,
+            evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
+            ranker=self._ranker,
+            limit_bytes=self.limit_bytes,
+        )
+
+    def recut(self, candidate: Ranked) -> Ranked:
+        """The same splits with better cuts, if some are found."""
+        found = self._ranker.refine(candidate, self.limit_bytes)
+        return min((r for r in (candidate, found) if isinstance(r, Ranked)), key=_preference)
 
     @property
     def efforts(self) -> int:
@@ -315,9 +353,11 @@ class _Search:
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         self._phase("ranking")
-        outcome = self._exact(self._analysis, self._ranker, candidate)
+        # levels of stages were chosen by estimates: what they improved is judged beside them
+        rows = [candidate] if candidate.alone is None else [candidate, candidate.alone]
+        outcomes = [self._exact(self._analysis, self._ranker, row) for row in rows]
         self._phase("exact")
-        return outcome
+        return min(outcomes, key=lambda o: (not o.fits, o.step_s))
 
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -336,9 +376,12 @@ class _Search:
             limit = min(limit - max(0, excess), limit - (outcome.figures.peak_bytes - limit))
             if limit <= 0:
                 break
-            found = ranker.refine(outcome.ranked, limit)
+            if outcome.ranked.levels:
+                found = recut(ranker, outcome.ranked, limit)
+            else:
+                found = ranker.refine(outcome.ranked, limit)
             if not isinstance(found, Ranked):
-                found = ranker.rank(ranked.shape, limit_bytes=limit)
+                found = self._rank(ranked.shape, limit_bytes=limit)
             if not isinstance(found, Ranked):
                 break
             outcome = self._evaluate(analysis, ranker, found)
@@ -351,7 +394,9 @@ class _Search:
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
         decisions = decisions_for(analysis, ranked)
-        programs = localize(analysis.graph, decisions, analysis.signatures, self._bodies)
+        programs = localize(
+            analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
+        )
         outcome = self._priced(analysis, ranked, decisions, programs)
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
@@ -367,8 +412,9 @@ class _Search:
             num_microbatches=ranked.shape.num_microbatches,
             zero_levels=decisions.zero_levels,
             optimizer=analysis.optimizer,
-            optimizer_s_per_byte=analysis.optimizer_s_per_byte,
+            optimizer_s_per_byte=optimizer_s_per_byte(analysis.model, analysis.optimizer),
             warmup=ranked.shape.warmup,
+            offloads=analysis.offloads,
         )
         figures = exact_figures(programs, setting)
         fits = figures.peak_bytes <= self.limit_bytes
@@ -430,6 +476,8 @@ class _Search:
             return f"allow recompute (now {wish.recompute!r})"
         if wish.zero in (0, 1, 2) and shape.mesh.dp > 1:
             return f"allow zero=3 (now {wish.zero})"
+        if isinstance(wish.zero, tuple) and min(wish.zero) < 3:
+            return f"allow zero=3 in every stage (now {list(wish.zero)})"
         for name in ("tp", "pp", "num_microbatches"):
             if getattr(wish, name) is not None:
                 return f"free {name} (now {getattr(wish, name)})"
@@ -509,6 +557,6 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         choices=choices,
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
-        zero_levels=(ranked.zero_level,) * shape.mesh.num_stages,
+        zero_levels=ranked.zero_levels,
         gather_outputs=analysis.gathered,
     )

@@ -19,7 +19,10 @@ Minimise a surrogate of the step (the event simulator decides later):
   of their slowest stage (ranks pass the chunks in step), and ``sum_s t_s + 2 sum_s c_s + (M - 1)
   max_s t_s``: with fewer micro-batches than ranks one comes round before the rank is ready for it;
 
-each with the device's once-per-step work added to the slowest, subject to
+each with the device's once-per-step work added to the slowest; what gradients take that are reduced
+after every backward is part of ``t_s``. Where stages may have their states in several forms,
+``y[s, a]`` says that stage s has form a, and states and once-per-step work are those of a block in
+the form of its stage. Subject to
 
 (1) contiguous:   ``g[i, s] <= g[i + 1, s]``, ``g[i, s + 1] <= g[i - 1, s]`` (no stage is empty)
 (2) counts:       ``sum_o n[s, k, o] = sum_{i of kind k} x[i, s]``
@@ -27,6 +30,7 @@ each with the device's once-per-step work added to the slowest, subject to
                   ``sum state + in_flight_s * saved + largest transient <= limit``
 (4) fixed cuts:   ``g`` given where the user named the boundaries
 (5) even stages:  ``sum_i x[i, s] <= most`` where a rank has several stages
+(6) forms:        ``sum_a y[s, a] = 1``; if ``y[s, a]``: ``state_s >= sum_i state_{i, a} x[i, s]``
 
 The greedy bound of the slowest stage is a lower bound of the period's domain.
 
@@ -37,7 +41,7 @@ count variables replace tied copies (tying is suboptimal as soon as memory binds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -46,6 +50,7 @@ from ortools.sat.python import cp_model
 from autopar.plan.types import ScheduleKind
 from autopar.solver.greedy_stages import first_choice, slowest_stage_bound_s
 from autopar.solver.stages_problem import (
+    BlockMenu,
     Option,
     StageProblem,
     StageSolution,
@@ -53,6 +58,7 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
+from autopar.solver.state_forms import leanest, resolved
 
 Expr: TypeAlias = cp_model.LinearExpr | int
 Choice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -81,19 +87,22 @@ def solve_stages(
     """
     if len(problem.blocks) < problem.num_stages:
         return None
-    slowest_s = slowest_stage_bound_s(problem)
+    slowest_s = slowest_stage_bound_s(leanest(problem))
     if math.isinf(slowest_s):
         return None
-    if start is None:
-        start = _with_better_options(problem, first_choice(problem), slowest_s)
     program = _Program(problem, slowest_s)
-    program.start_from(start)
+    if start is None:
+        program.start_from(*_start(problem, slowest_s))
+    else:
+        program.start_from(start)
     solver = _solver(work_limit, guard_s)
     status = solver.solve(program.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     starts, options = program.read(solver)
-    objective_s = surrogate_s(problem, starts, options)
+    forms = program.read_forms(solver)
+    chosen = resolved(problem, starts, forms)
+    objective_s = surrogate_s(chosen, starts, options)
     is_optimal = status == cp_model.OPTIMAL
     bound_s = objective_s if is_optimal else solver.best_objective_bound * program.unit_s
     return StageSolution(
@@ -101,9 +110,24 @@ def solve_stages(
         options=options,
         objective_s=objective_s,
         bound_s=min(objective_s, bound_s),
-        memory_bytes=memory_bytes(problem, starts, options),
+        memory_bytes=memory_bytes(chosen, starts, options),
         is_optimal=is_optimal,
+        forms=forms,
     )
+
+
+def _start(problem: StageProblem, slowest_s: float) -> tuple[Choice | None, tuple[int, ...]]:
+    """A choice to begin from and its forms: the first form that fits, for all stages."""
+    if not problem.forms:
+        return _with_better_options(problem, first_choice(problem), slowest_s), ()
+    if problem.given_forms:
+        return first_choice(leanest(problem)), problem.given_forms
+    for form, menus in enumerate(problem.forms):
+        alone = replace(problem, blocks=menus, forms=())
+        choice = _with_better_options(alone, first_choice(alone), slowest_s)
+        if choice is not None:
+            return choice, (form,) * problem.num_stages
+    return None, ()
 
 
 def _with_better_options(
@@ -143,7 +167,8 @@ class _Program:
     def __init__(self, problem: StageProblem, slowest_s: float) -> None:
         self.problem, self._slowest_s = problem, slowest_s
         self.model = cp_model.CpModel()
-        worst_s = sum(max(o.total_s for o in b.options) + b.step_s for b in problem.blocks)
+        worst_s = sum(max(o.total_s for o in b.options) for b in problem.blocks)
+        worst_s += max(sum(b.step_s for b in menu) for menu in problem.menus)
         worst_s += 2 * sum(problem.boundary_s)
         self.unit_s: float = max(worst_s, 1e-12) / TIME_STEPS
         self._kinds: dict[str, list[int]] = {}
@@ -151,6 +176,7 @@ class _Program:
             self._kinds.setdefault(block.key, []).append(i)
         self._x = self._cuts()
         self._n = self._counts()
+        self._y = self._forms()
         self._memory()
         self._objective()
 
@@ -200,6 +226,31 @@ class _Program:
             result.append(row)
         return result
 
+    def _forms(self) -> list[list[cp_model.IntVar]]:
+        """``y[s][form]``, rows (6); nothing where there is no choice."""
+        problem, found = self.problem, []
+        for s in range(problem.num_stages if problem.forms else 0):
+            row = [self.model.new_bool_var(f"y{s}_{a}") for a in range(len(problem.forms))]
+            self.model.add_exactly_one(row)
+            if problem.given_forms:
+                self.model.add(row[problem.given_forms[s]] == 1)
+            found.append(row)
+        return found
+
+    def _of_states(self, stage: int, amount: Callable[[BlockMenu], int]) -> Expr:
+        """What the blocks of a stage take in the form of its states, rows (6)."""
+        rows = [
+            _sum(size * self._x[i][stage] for i, b in enumerate(menu) if (size := amount(b)))
+            for menu in self.problem.menus
+        ]
+        if not self._y:
+            return rows[0]
+        most = max(sum(map(amount, menu)) for menu in self.problem.menus)
+        found = self.model.new_int_var(0, most, "")
+        for chosen, row in zip(self._y[stage], rows, strict=True):
+            self.model.add(found >= row).only_enforce_if(chosen)
+        return found
+
     def _option(self, kind: str, index: int) -> Option:
         return self.problem.blocks[self._kinds[kind][0]].options[index]
 
@@ -207,7 +258,8 @@ class _Program:
         """Row (3), in units that are rounded up."""
         problem = self.problem
         limit = (problem.limit_bytes - problem.base_bytes) // MEMORY_UNIT_BYTES
-        least = sum(min(o.saved_bytes for o in b.options) + b.state_bytes for b in problem.blocks)
+        least = sum(min(o.saved_bytes for o in b.options) for b in problem.blocks)
+        least += max(sum(b.state_bytes for b in menu) for menu in problem.menus)
         most = sum(max(max(o.saved_bytes, o.held_bytes) for o in b.options) for b in problem.blocks)
         most = most * max(problem.in_flight) + least
         most += max((o.transient_bytes for b in problem.blocks for o in b.options), default=0)
@@ -219,11 +271,7 @@ class _Program:
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
             for s in problem.stages_of(device):
                 chosen[s] = []
-                terms += [
-                    _units(block.state_bytes) * self._x[i][s]
-                    for i, block in enumerate(problem.blocks)
-                    if block.state_bytes
-                ]
+                terms.append(self._of_states(s, lambda b: _units(b.state_bytes)))
                 for (kind, o), count in self._n[s].items():
                     option = self._option(kind, o)
                     chosen[s].append((option, count))
@@ -243,22 +291,17 @@ class _Program:
         p, count, stages = problem.pp, problem.num_microbatches, problem.num_stages
         forward = [self._time(s, "forward_s") for s in range(stages)]
         backward = [self._time(s, "backward_s") for s in range(stages)]
+        each = [self._of_states(s, lambda b: self._steps(b.each_s)) for s in range(stages)]
+        backward = [b + e for b, e in zip(backward, each, strict=True)]
         total = [f + b for f, b in zip(forward, backward, strict=True)]
         message = [self._message(s) for s in range(stages)]
         top = TIME_STEPS * 4
         step = model.new_int_var(0, top, "step")
-        steps = [
-            _sum(
-                self._steps(b.step_s) * self._x[i][s]
-                for i, b in enumerate(problem.blocks)
-                if b.step_s
-            )
-            for s in range(stages)
-        ]
+        steps = [self._of_states(s, lambda b: self._steps(b.once_s)) for s in range(stages)]
         for d in range(p):
             model.add(step >= _sum(steps[s] for s in problem.stages_of(d)))
         if problem.schedule.splits_backward:
-            self._split_objective(forward, total, message, step, top)
+            self._split_objective(forward, total, each, message, step, top)
             return
         if problem.virtual > 1:
             chunks = [model.new_int_var(0, top, f"chunk{k}") for k in range(problem.virtual)]
@@ -297,6 +340,7 @@ class _Program:
         self,
         forward: Sequence[Expr],
         total: Sequence[Expr],
+        each: Sequence[Expr],
         message: Sequence[Expr],
         step: cp_model.IntVar,
         top: int,
@@ -311,15 +355,19 @@ class _Program:
         for d in range(problem.pp):
             busy = _sum(total[s] for s in problem.stages_of(d))
             model.add(body >= count * busy + _sum(forward[:d]) + _sum(message[: d + 1]))
-        first = _sum(total) - _sum(self._time(s, "weight_s") for s in range(problem.num_stages))
+        weights = _sum(self._time(s, "weight_s") for s in range(problem.num_stages))
+        first = _sum(total) - weights - _sum(each)
         model.add(body >= first + 2 * _sum(message) + (count - 1) * slowest)
         model.minimize(body + step)
 
-    def start_from(self, choice: Choice | None) -> None:
+    def start_from(self, choice: Choice | None, forms: Sequence[int] = ()) -> None:
         """Hint a choice, and what follows from it: a part of an assignment is no start."""
         if choice is None:
             return
         starts, options = choice
+        for row, chosen in zip(self._y, forms, strict=False):
+            for form, variable in enumerate(row):
+                self.model.add_hint(variable, form == chosen)
         for i, row in enumerate(self._g):
             for s, variable in enumerate(row):
                 self.model.add_hint(variable, s == 0 or i >= starts[s - 1])
@@ -335,6 +383,10 @@ class _Program:
         for index in range(len(self.model.proto.variables)):
             variable = self.model.get_int_var_from_proto_index(index)
             self.model.add_hint(variable, solver.value(variable))
+
+    def read_forms(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+        """Form of every stage; nothing where there is no choice."""
+        return tuple(next(a for a, y in enumerate(row) if solver.value(y)) for row in self._y)
 
     def _time(self, stage: int, field: str) -> Expr:
         return _sum(

@@ -59,7 +59,8 @@ class BlockMenu:
         state_bytes: Parameters, gradients and optimizer state on one device.
         step_s: Seconds once per step (gradient reduction, parameter gathering, optimizer).
         gather_s: What of them comes before the first micro-batch.
-        reduce_s: What of them follows the last backward, beside those of other stages.
+        reduce_s: What of them follows backwards: the last one, or each one in equal parts.
+        num_reduces: Reductions of the block's gradients per step.
     """
 
     key: str
@@ -68,6 +69,17 @@ class BlockMenu:
     step_s: float = 0.0
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    num_reduces: int = 1
+
+    @property
+    def each_s(self) -> float:
+        """Seconds of reducing after every backward; 0 where that follows the last one alone."""
+        return self.reduce_s / self.num_reduces if self.num_reduces > 1 else 0.0
+
+    @property
+    def once_s(self) -> float:
+        """Seconds once per step: ``step_s`` without what follows every backward."""
+        return self.step_s - self.reduce_s if self.num_reduces > 1 else self.step_s
 
     @property
     def update_s(self) -> float:
@@ -93,6 +105,9 @@ class StageProblem:
         base_bytes: Bytes on every device whatever it runs.
         fixed_starts: First block of stages 1, 2, ... if given by the user.
         placement: Which rank has which stages.
+        forms: Per form that the states of a stage may have, the menu of every block in it; each
+            stage has one for all of its blocks. Empty: the one that ``blocks`` have.
+        given_forms: Form of every stage, where that is fixed.
     """
 
     blocks: tuple[BlockMenu, ...]
@@ -107,6 +122,8 @@ class StageProblem:
     fixed_starts: tuple[int, ...] | None = None
     placement: StagePlacement = StagePlacement.LOOP
     together: tuple[tuple[Mapping[int, Alive], ...], ...] = ()
+    forms: tuple[tuple[BlockMenu, ...], ...] = ()
+    given_forms: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.fixed_starts is not None and len(self.fixed_starts) != self.num_stages - 1:
@@ -119,6 +136,11 @@ class StageProblem:
     def num_stages(self) -> int:
         """Stages of all ranks."""
         return self.pp * self.virtual
+
+    @property
+    def menus(self) -> tuple[tuple[BlockMenu, ...], ...]:
+        """Per form the menu of every block; there is one form at least."""
+        return self.forms or (self.blocks,)
 
     @property
     def most_blocks(self) -> int:
@@ -160,6 +182,7 @@ class StageSolution:
         bound_s: Lower bound of the surrogate over all choices.
         memory_bytes: Estimated peak per pipeline rank.
         is_optimal: Whether the search ended by proof.
+        forms: Form of every stage's states; empty where there is no choice.
     """
 
     starts: tuple[int, ...]
@@ -168,6 +191,7 @@ class StageSolution:
     bound_s: float
     memory_bytes: tuple[int, ...]
     is_optimal: bool
+    forms: tuple[int, ...] = ()
 
 
 def bounds(starts: Sequence[int], count: int) -> list[tuple[int, int]]:
@@ -184,9 +208,11 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
     runs = bounds(starts, len(problem.blocks))
     chosen = [b.options[o] for b, o in zip(problem.blocks, options, strict=True)]
     forward = [sum(chosen[i].forward_s for i in range(*run)) for run in runs]
+    each = [sum(problem.blocks[i].each_s for i in range(*run)) for run in runs]
     backward = [sum(chosen[i].backward_s for i in range(*run)) for run in runs]
+    backward = [b + e for b, e in zip(backward, each, strict=True)]
     total = [f + b for f, b in zip(forward, backward, strict=True)]
-    step = [sum(problem.blocks[i].step_s for i in range(*run)) for run in runs]
+    step = [sum(problem.blocks[i].once_s for i in range(*run)) for run in runs]
     message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
     count, p = problem.num_microbatches, problem.pp
     device_step = max(sum(step[s] for s in problem.stages_of(d)) for d in range(p))
@@ -195,7 +221,10 @@ def surrogate_s(problem: StageProblem, starts: Sequence[int], options: Sequence[
         period = max(forward) + max(backward)
         return sum(total) + 2 * sum(message) + (count - 1) * period + device_step
     if problem.schedule.splits_backward:
-        weight = [sum(chosen[i].weight_s for i in range(*run)) for run in runs]
+        weight = [
+            sum(chosen[i].weight_s for i in range(*run)) + e
+            for run, e in zip(runs, each, strict=True)
+        ]
         first = [t - w for t, w in zip(total, weight, strict=True)]
         ahead = [sum(forward[:d]) + sum(message[: d + 1]) for d in range(p)]
         busy = [sum(total[s] for s in problem.stages_of(d)) for d in range(p)]

@@ -31,6 +31,7 @@ class Term(IntEnum):
     GATHER = 4
     REDUCE = 5
     MESSAGE = 6  # over the boundary before the stage
+    EACH = 7  # reducing the gradients of one micro-batch after its backward
 
 
 Path = Mapping[tuple[Term, int], int]
@@ -53,7 +54,8 @@ class StepPaths:
     Args:
         order: Who computes what when; every stage sends to its neighbours alone.
         num_stages: Stages of all ranks.
-        reduces_each: Whether gradients are reduced after every backward, not after the last one.
+        reduces_each: Whether gradients may be reduced after every backward too, not only after
+            the last one.
     """
 
     order: Order
@@ -130,16 +132,20 @@ class StepPaths:
                     sends = (ahead, target, microbatch)
             found.append((self._index(_TERMS[kind], stage), reads, sends))
             makes_gradients = kind in (K.BACKWARD, K.BACKWARD_WEIGHT)
-            is_last = last[stage] == position
-            if has_backwards and (is_last or (self.reduces_each and makes_gradients)):
+            if self.reduces_each and makes_gradients:
+                found.append((self._index(Term.EACH, stage), None, None))
+            if has_backwards and last[stage] == position:
                 found.append((self._index(Term.REDUCE, stage), None, None))
         return found
 
-    def longest(self, seconds: Sequence[Sequence[float]]) -> tuple[float, tuple[Path, ...]]:
+    def longest(
+        self, seconds: Sequence[Sequence[float]], *, most: int | None = None
+    ) -> tuple[float, tuple[Path, ...]]:
         """Seconds until all ranks are done, and the longest path to the end of every rank.
 
         Args:
             seconds: By term, by stage.
+            most: Of the ranks that end last, how many paths are wanted; all if left out.
         """
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
@@ -150,7 +156,7 @@ class StepPaths:
                 end_s = ends[beside]
             add(end_s + weights[term])
         last = sorted(self._ends, key=lambda at: -ends[at])
-        return ends[last[0]], tuple(self._path(at, ends) for at in last)
+        return ends[last[0]], tuple(self._path(at, ends) for at in last[:most])
 
     def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
         """Seconds until all ranks are done."""

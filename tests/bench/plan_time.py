@@ -166,7 +166,7 @@ def _planner(graph: Any, key: str, progress: Callable[[str], None]) -> Any:
             analysis = known[0].on(cluster, model).under(constraints)
         else:
             begin_s = time.monotonic()
-            analysis = Analysis(graph, cluster, model, constraints, "adamw")
+            analysis = planner.analysis = Analysis(graph, cluster, model, constraints, "adamw")
             known.extend([analysis, time.monotonic() - begin_s])
         plan, stats = solve(
             graph, key, cluster, constraints=constraints, optimizer="adamw",
@@ -175,10 +175,11 @@ def _planner(graph: Any, key: str, progress: Callable[[str], None]) -> Any:
         stats.seconds["analysis"] += known.pop() if len(known) > 1 else 0.0
         return plan, stats
 
-    return Planner(
+    planner = Planner(
         graph=graph, model_hash=key, constraints=Constraints(), optimizer="adamw",
         prices=AnalyticCostModel, search=search, progress=progress,
     )  # fmt: skip
+    return planner
 
 
 def measure(

@@ -6,8 +6,8 @@ Two ratios are printed, each of chosen over published predicted time: that of th
 that of the search with the published plans as hints (:mod:`autopar.solver.hints`), which must not
 exceed 1 where the published plan fits. ``--source`` chooses sources (several times; the default is
 SC'21 table 1, Korthikanti et al. table 5 and torchtitan), ``--only`` runs by their names. Models
-are those of transformers (GPT-2 and Llama) at the published sizes, on meta; small ones come first, and
-every row is printed when it is known.
+are those of transformers (GPT-2 and Llama) at the published sizes, on meta; small ones come first,
+and every row is printed when it is known.
 
 At the end: for each source how many runs there were and the worst ratios; and for all sweeps of the
 file (same model, devices and batch, several plans measured) what choosing by prediction loses, as

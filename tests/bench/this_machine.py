@@ -4,6 +4,10 @@
 the profiler measures this machine with as many processes as the plans run on, then every plan is
 priced, run and timed. Targets: median error of step time at most 15 %, of peak bytes at most 5 %,
 regret of the plan that is predicted to be fastest at most 5 %.
+
+Profile and plans run at real-time priority where the system allows it: otherwise what else runs
+on the machine interrupts one of them and not the other, and ranks wait for whoever was interrupted.
+``--plain`` leaves the priority as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=25.0, help="seconds of each profile")
     parser.add_argument("--profile", type=Path, help="go on with this profile")
     parser.add_argument("--out", type=Path, help="rows as JSON")
+    parser.add_argument("--plain", action="store_true", help="leave the priority as it is")
     args = parser.parse_args(argv)
+    priority = "priority as given" if args.plain else raised_priority()
     started_s = time.monotonic()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -45,9 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.write_text(json.dumps(rows, indent=1))
     load = ", ".join(f"{v:.1f}" for v in os.getloadavg())
     figures = summary(rows)
-    lines = [table(rows), f"{time.monotonic() - started_s:.0f} s; load average {load}"]
+    lines = [table(rows), f"{time.monotonic() - started_s:.0f} s; {priority}; load average {load}"]
     sys.stdout.write("\n".join([*lines, *lines_of(figures), ""]))
     return 0 if all(found <= target for _, found, target in figures) else 1
+
+
+def raised_priority() -> str:
+    """Have this process and its children run before others; says whether that is allowed."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return "priority as given: the system allows no other"
+    return "real-time priority"
 
 
 def run_all(ranks: int, profile: Path, result: Path, args: argparse.Namespace) -> None:

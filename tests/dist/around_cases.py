@@ -6,11 +6,9 @@ Every rank runs under a hash seed of its own.
 import contextlib
 import math
 import os
-import re
 import sys
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,8 +21,8 @@ from autopar.plan.io import plan_hash
 from autopar.plan.types import MeshShape
 from tests.dist.data_cases import WORDS, Model, example
 from tests.dist.facts import tell
-from tests.plans import hand_made_plan
 from tests.dist.ranks import RANK, WORLD, refuses
+from tests.plans import hand_made_plan
 
 # defaults, since pytest imports every file to look for doctests
 DEVICES = f"{WORLD}:cpu"
@@ -84,7 +82,7 @@ def a_nan_in_the_batch_gives_what_one_device_gives_on_every_rank():
             assert clip(model.parameters(), 1.0, norm_type=math.inf).isnan()
             for call in (
                 lambda m=model: m.clip_grad_norm_(1.0, error_if_nonfinite=True),
-                lambda m=model: clip(m.parameters(), 1.0, error_if_nonfinite=True),
+                lambda m=model, c=clip: c(m.parameters(), 1.0, error_if_nonfinite=True),
             ):
                 refuses(RuntimeError, "of the gradients is nan", call)
             model.zero_grad()
@@ -100,15 +98,15 @@ def a_token_id_out_of_range_is_named_on_every_rank_under_every_plan():
     for model in models():
         text = f"step 1: input 'input_ids' holds {WORDS}: 'embed.weight' takes 0 to {WORDS - 1}"
         refuses(InputError, text, lambda m=model: m(**spoilt("input_ids", WORDS)))
-        refuses(InputError, "holds -1: 'embed.weight'", lambda m=model: m(**spoilt("input_ids", -1)))
+        refuses(
+            InputError, "holds -1: 'embed.weight'", lambda m=model: m(**spoilt("input_ids", -1))
+        )
         model(**example())["loss"].backward()
         refuses(InputError, "step 2: input", lambda m=model: m(**spoilt("input_ids", WORDS)))
 
 
 def a_token_id_out_of_range_is_named_where_the_vocabulary_is_split():
-    model = autopar.compile(
-        Model(), DEVICES, example(), tp=2, placements={"embed.weight": "S(0)"}
-    )
+    model = autopar.compile(Model(), DEVICES, example(), tp=2, placements={"embed.weight": "S(0)"})
     refuses(InputError, "'embed.weight' takes 0 to 31", lambda: model(**spoilt("input_ids", 32)))
     assert torch.allclose(model(**example())["loss"], Model()(**example())["loss"], rtol=1e-5)
 
@@ -125,7 +123,10 @@ def batches_of_another_kind_are_refused():
     ids, labels = batch["input_ids"], batch["labels"]
     for given, text in (
         ({**batch, "labels": labels.int()}, "'labels' is int32[8, 6], the plan was made for int64"),
-        ({**batch, "input_ids": ids.to("meta")}, "'input_ids' is on meta, this rank computes on cp"),
+        (
+            {**batch, "input_ids": ids.to("meta")},
+            "'input_ids' is on meta, this rank computes on cp",
+        ),
         ({name: tensor[:0] for name, tensor in batch.items()}, "which is empty; give at least one"),
         ({**batch, "labels": None}, "the batch has no 'labels'"),
         ({**batch, "input_ids": ids.tolist()}, "the batch has no 'input_ids'"),

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -25,15 +24,14 @@ from autopar.capture.tracing import capture
 from autopar.errors import ConfigError
 from autopar.plan.types import MeshShape
 from tests.dist.facts import Facts, tell
+from tests.dist.ranks import RANK, WORLD, everywhere, whole
 from tests.dist.state_models import (
     build,
     compiled,
-    groups_of,
     optimizer_of,
     train,
 )
 from tests.plans import hand_made_plan
-from tests.dist.ranks import RANK, WORLD, everywhere, whole
 
 fact = Facts()
 STAGES, SHARDED = MeshShape(pp=4), MeshShape(dp=4)

@@ -3,11 +3,9 @@
 import copy
 import logging
 import os
-import re
 import sys
 import tempfile
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,9 +20,9 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError, InputError, PlanError
 from autopar.plan.types import MeshShape
+from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 from tests.plans import hand_made_plan
 from tests.zoo import build
-from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 
 # defaults, since pytest imports every file to look for doctests
 DEVICES = f"{WORLD}:cpu"
@@ -40,9 +38,13 @@ def compiled(name, mesh, *, microbatches=1, zero=0, **options):
     return autopar.compile(model, DEVICES, batch, plan=plan, **options), twin, batch
 
 
-def parity(name, pp, dp, tp, virtual, microbatches, zero):
-    """Three steps of two optimizers with clipping, then evaluation and a smaller batch."""
+def parity(name, pp, dp, tp, virtual, microbatches, *levels):
+    """Three steps of two optimizers with clipping, then evaluation and a smaller batch.
+
+    ``levels`` is the ZeRO level of all stages, or of each.
+    """
     mesh = MeshShape(pp=pp, dp=dp, tp=tp, virtual=virtual)
+    zero = levels if len(levels) > 1 else levels[0]
     model, twin, batch = compiled(name, mesh, microbatches=microbatches, zero=zero)
     named = dict(twin.named_parameters())
     assert set(dict(model.named_parameters())) <= set(named)
@@ -297,6 +299,39 @@ def criterion():
         wanted.backward()
     for name, parameter in model.named_parameters():
         close(whole(parameter.grad), named[name].grad, name)
+
+
+def host_state():
+    """Optimizer state in host memory: the same bits, whole in state dicts, loaded back."""
+    trained = []
+    for offload in ("never", "optimizer"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+        batch = torch.randn(8, 6)
+        model = autopar.compile(
+            model, DEVICES, batch, loss=lambda out, _: out.square().mean(),
+            dp=WORLD, tp=1, pp=1, zero=1, offload=offload,
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:  # on by what was saved
+                saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                set_optimizer_state_dict(model, optimizer, saved)
+        moments = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+        assert moments
+        assert {m.untyped_storage().nbytes() > 0 for m in moments} == {offload == "never"}
+        named = optimizer.state_dict()["state"]
+        assert all(isinstance(key, str) for key in named)
+        trained.append((model, named))
+    (first, states), (second, others) = trained
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    for name, values in states.items():
+        assert torch.equal(values["exp_avg_sq"].to_local(), others[name]["exp_avg_sq"].to_local())
 
 
 def checkpoint():

@@ -1,7 +1,6 @@
 """Facts about batches on real ranks, two by two: data and tensor parallel."""
 
 import functools
-import os
 import re
 
 import pytest

@@ -6,15 +6,14 @@ rank than it has room for; nobody catches that error.
 
 import copy
 import json
-import os
 import sys
 import traceback
 
 import torch
 
 import autopar
-from tests.moe_models import build_plain, build_transformer, route_all_to
 from tests.dist.ranks import RANK, close, whole
+from tests.moe_models import build_plain, build_transformer, route_all_to
 
 EXPERTS_OVER_DP = {"*.experts.gate_up_proj": "S(0)@dp"}
 EXPERTS_OVER_TP = {"*.experts.gate_up_proj": "S(0)"}

@@ -6,13 +6,11 @@ Each rank writes ``<rank>.json``: fact -> "" where it holds, else what went wron
 import copy
 import json
 import logging
-import os
 import sys
 import traceback
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import autopar
 from tests.dist.ranks import RANK, WORLD, everywhere

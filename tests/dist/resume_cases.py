@@ -51,9 +51,7 @@ def resume(folder, plan, kind, dropout, again=""):
     path = Path(folder) / f"{kind}-{dropout}"
     rest = autopar.load_checkpoint(path, model, optimizer, scheduler=scheduler)
     if again:
-        autopar.save_checkpoint(
-            Path(folder) / again, model, optimizer, scheduler=scheduler, **rest
-        )
+        autopar.save_checkpoint(Path(folder) / again, model, optimizer, scheduler=scheduler, **rest)
     return train(model, optimizer, scheduler, AFTER, first=rest["next_step"])
 
 

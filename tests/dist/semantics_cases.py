@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import os
-import re
 
 import pytest
 import torch
@@ -24,8 +22,8 @@ from autopar.plan.types import MeshShape
 from autopar.solver.force import forced_plan
 from tests.causal_model import CausalOutput, toy
 from tests.dist.facts import tell
-from tests.plans import hand_made_plan
 from tests.dist.ranks import RANK, WORLD, refuses, whole
+from tests.plans import hand_made_plan
 
 DEVICES = f"{WORLD}:cpu"
 MESHES = {
@@ -153,10 +151,11 @@ def an_input_that_requires_a_gradient_is_refused_on_every_rank():
     for mesh in MESHES:
         model, _ = compiled(TwoHeads(), mesh, x)
         made = {"x": x["x"].clone().requires_grad_() * 2}
-        refuses(InputError, "input 'x' requires a gradient, made by Mul", lambda m=model: m(**made))
+        text = "input 'x' requires a gradient, made by Mul"
+        refuses(InputError, text, lambda m=model, given=made: m(**given))
         one = {"x": x["x"].clone().requires_grad_(RANK == 1)}
         text = "the wish for a gradient of input 'x' is on on rank 1, off on rank 0"
-        refuses(InputError, text, lambda m=model: m(**one))
+        refuses(InputError, text, lambda m=model, given=one: m(**given))
         model(**x)[0].sum().backward()
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from autopar.capture.tracing import capture
 from autopar.errors import ConfigError
 from autopar.plan.types import MeshShape
 from tests.dist.facts import Facts, tell
+from tests.dist.ranks import RANK, WORLD, everywhere, whole
 from tests.dist.state_models import (
     VOCAB,
     batch_of,
@@ -30,7 +30,6 @@ from tests.dist.state_models import (
     optimizer_of,
 )
 from tests.plans import hand_made_plan
-from tests.dist.ranks import RANK, WORLD, everywhere, whole
 
 fact = Facts()
 STAGES, SPLIT, SHARDED = MeshShape(pp=4), MeshShape(pp=2, tp=2), MeshShape(dp=4)
@@ -333,7 +332,8 @@ def weights_set_after_compile_are_those_set_before(_):
         for name, value in twin.state_dict().items():
             assert torch.equal(state[name], value), name
         replicas = everywhere([whole(p.detach()) for p in model.parameters()])
-        assert all(torch.equal(a, b) for other in replicas for a, b in zip(other, replicas[0]))
+        for other in replicas:
+            assert all(map(torch.equal, other, replicas[0]))
         model.load_state_dict({n: v + 1 for n, v in twin.state_dict().items()})
         assert torch.equal(whole_state(model)["table"], twin.table + 1)
 

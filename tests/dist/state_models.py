@@ -16,7 +16,10 @@ OPTIMIZERS = {
     "adamw-foreach": lambda groups: torch.optim.AdamW(groups, lr=0.02, eps=1e-3, foreach=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adafactor": lambda groups: torch.optim.Adafactor(
-        groups, lr=0.05, eps=(1e-2, 1e-3), weight_decay=0.1  # above the noise of a zero gradient
+        groups,
+        lr=0.05,
+        eps=(1e-2, 1e-3),
+        weight_decay=0.1,  # above the noise of a zero gradient
     ),
 }
 
@@ -60,14 +63,14 @@ def batch_of(step, vocab=VOCAB):
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
-def compiled(mesh, *, dropout=0.0, zero=0, seed=0, vocab=VOCAB, model_seed=0, unused=True, **options):
+def compiled(
+    mesh, *, dropout=0.0, zero=0, seed=0, vocab=VOCAB, model_seed=0, unused=True, **options
+):
     """The model compiled under a hand-made plan for ``mesh``, and its eager twin."""
     model, batch = build(dropout, model_seed, vocab, unused)
     twin = copy.deepcopy(model)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = hand_made_plan(
-        capture(model, (), batch), mesh, zero=zero, num_devices=world, seed=seed
-    )
+    plan = hand_made_plan(capture(model, (), batch), mesh, zero=zero, num_devices=world, seed=seed)
     devices = f"{world}:cpu" if world > 1 else 1
     return autopar.compile(model, devices, batch, plan=plan, **options), twin
 

@@ -24,7 +24,12 @@ def run_case(world_size: int, *args: str) -> None:
     "numbers",
     [
         pytest.param(("4", "gpt2", 2, 1, 2, 1, 2, 0), id="gpt2-pp2-tp2"),
-        pytest.param(("4", "llama", 2, 2, 1, 1, 2, 2), id="llama-pp2-dp2-zero2"),
+        pytest.param(("4", "llama", 2, 2, 1, 1, 2, 2, 1), id="llama-pp2-dp2-zero2-and-1"),
+        pytest.param(
+            ("4", "gpt2", 2, 2, 1, 1, 2, 2, 0),
+            id="gpt2-pp2-dp2-zero2-and-0",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("2", "t5", 1, 2, 1, 1, 2, 1), id="t5-dp2-zero1"),
         pytest.param(("2", "bert", 1, 1, 2, 1, 1, 0), id="bert-tp2"),
         pytest.param(("2", "resnet", 1, 2, 1, 1, 1, 3), id="resnet-dp2-zero3"),
@@ -48,6 +53,7 @@ def test_training_equals_one_device(numbers):
         "weights",
         "criterion",
         "half",
+        "host_state",
     ],
 )
 def test_two_ranks(case):

@@ -30,7 +30,9 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     "fact",
     [
         pytest.param("other_sizes", id="batches of ten, seven, three and one sample are exact"),
-        pytest.param("other_lengths", id="other lengths and a double batch in evaluation are exact"),
+        pytest.param(
+            "other_lengths", id="other lengths and a double batch in evaluation are exact"
+        ),
         pytest.param("thirteen_samples", id="an epoch whose last batch is of one sample is exact"),
         pytest.param("other_dims", id="a batch of other dims is refused and the next one runs"),
     ],

@@ -202,11 +202,14 @@ def fuzz_decisions(
     tp: int,
     stages: int,
     seed: int,
-    zero: int = 0,
+    zero: int | Sequence[int] = 0,
     recompute_share: float = 0.0,
     microbatch_statistics: bool = False,
 ) -> Decisions:
-    """Data splits as propagated, everything else random."""
+    """Data splits as propagated, everything else random.
+
+    ``zero`` is the level of all stages, or of each.
+    """
     rng = random.Random(seed)
     data = split_data_axes(
         problem.graph,
@@ -226,5 +229,5 @@ def fuzz_decisions(
         choices=choices,
         firsts=tuple(forward[i].name for i in starts),
         recompute=frozenset(n.name for n in forward if rng.random() < recompute_share),
-        zero_levels=(zero,) * stages,
+        zero_levels=(zero,) * stages if isinstance(zero, int) else tuple(zero),
     )

@@ -1,4 +1,4 @@
-"""Six unmodified architectures under thirteen forced plans, on simulated ranks, equal one device.
+"""Six unmodified architectures under fourteen forced plans, on simulated ranks, equal one device.
 
 The criterion is that of :func:`autopar.runtime.equivalence.compare`: every loss, buffer, gradient
 and weight after a step, in float64, to 1e-10. A batch norm mixes the samples of different
@@ -44,6 +44,7 @@ PLANS: Mapping[str, dict[str, object]] = {
     "interleaved pp2 v2": {"pp": 2, "virtual": 2, "num_microbatches": 4},
     "full recompute": {"num_microbatches": 2, "recompute": "full"},
     "parameters sharded over dp": {"dp": 2, "zero": 3},
+    "a ZeRO level for each stage": {"dp": 2, "pp": 2, "num_microbatches": 2, "zero": (2, 0)},
 }
 
 

@@ -47,7 +47,7 @@ def _check(name: str, seed: int, problems: dict) -> None:
         tp=tp,
         stages=stages,
         seed=seed,
-        zero=rng.choice([0, 1, 2, 3]),
+        zero=[rng.choice([0, 1, 2, 3]) for _ in range(stages)],
         recompute_share=rng.choice([0.0, 0.5, 1.0]),
     )
     kind = rng.choice([ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B])

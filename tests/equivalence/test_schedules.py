@@ -100,6 +100,20 @@ def test_split_backwards_with_zero_and_recompute(gpt2, kind, level):
     check(gpt2, kind, mesh, 7, seed=level, zero=level, recompute_share=0.4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "levels"),
+    [
+        (ScheduleKind.ONE_F_ONE_B, (2, 0, 3)),
+        (ScheduleKind.INTERLEAVED, (3, 0, 2, 1)),
+        (ZBV, (2, 3, 0, 1)),
+    ],
+)
+def test_a_zero_level_for_each_stage(gpt2, kind, levels):
+    """The model's tied weights are used by the first stage and by the last."""
+    stages = len(levels) if kind is ScheduleKind.ONE_F_ONE_B else len(levels) // 2
+    check(gpt2, kind, mesh_of(kind, stages, dp=2), 7, seed=3, zero=levels, recompute_share=0.3)
+
+
 def test_control_gradients_of_weights_that_are_left_out_are_found(gpt2):
     mesh = mesh_of(H1, 2)
     decisions = fuzz_decisions(gpt2, microbatches=2, dp=1, tp=1, stages=2, seed=0)

@@ -1,9 +1,11 @@
 """Small random chains with every plan of theirs: what the whole search is compared with.
 
 A case is a chain of up to eight blocks on eight devices: cut problems of all meshes, numbers of
-micro-batches and schedules, among them interleaved, zero bubble and ZB-V. Blocks of a kind are
-interchangeable, so the plans are gone through by how many blocks of a kind a stage runs with each
-option; each stands for all that differ in names alone. Each is run by its order
+micro-batches and schedules, among them interleaved, zero bubble and ZB-V. Two chains in five let
+every stage choose between two forms of its states: a large one, or a small one whose gradients are
+reduced after every backward. Blocks of a kind are interchangeable, so the plans are gone through by
+how many blocks of a kind a stage runs with each option; each stands for all that differ in names
+alone. Each is run by its order
 (:mod:`autopar.solver.step_paths`, which the tests compare with the event simulator).
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from math import comb, inf, prod
 
@@ -34,6 +37,8 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
+from autopar.solver.state_choice import Chosen, FormChoice
+from autopar.solver.state_forms import resolved, with_forms
 from autopar.solver.step_paths import StepPaths
 from autopar.units import MIB
 from cost_models.simulate import StageSeconds, simulate
@@ -53,6 +58,11 @@ class Found:
     problem: StageProblem
     solution: StageSolution
     estimate_s: float
+
+    @property
+    def chosen(self) -> StageProblem:
+        """What blocks cost in the forms of their stages."""
+        return resolved(self.problem, self.solution.starts, self.solution.forms)
 
     @property
     def step_s(self) -> float:
@@ -86,13 +96,9 @@ class ChainSpace:
         bound = OrderBound(problem=shape, is_open=False, may_split=splits)
         return bound.quick().least_s() if effort == 1 else bound.least_s(enough_s)
 
-    def outlook_s(self, shape: StageProblem, best_s: float) -> float:
-        choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None
-        if choice is None:
-            return inf
-        return self._found(shape, solution_of(shape, *choice)).estimate_s
-
     def open(self, shape: StageProblem, best_s: float) -> Found | None:
+        if shape.forms:
+            return self._chosen(shape, FormChoice(shape).any())
         choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None
         if choice is not None:
             return self._found(shape, solution_of(shape, *choice))
@@ -102,11 +108,28 @@ class ChainSpace:
             solved = solve_stages(shape)
         return None if solved is None else self._found(shape, solved)
 
+    def outlook_s(self, shape: StageProblem, best_s: float) -> float:
+        found = self.open(shape, best_s)
+        return inf if found is None else found.estimate_s
+
     def _found(self, shape: StageProblem, solution: StageSolution) -> Found:
         return Found(shape, solution, simulated_s(shape.mesh, shape, solution))
 
+    def _chosen(self, shape: StageProblem, chosen: Chosen | None) -> Found | None:
+        if chosen is None:
+            return None
+        solution = replace(chosen.solution, forms=chosen.forms)
+        return Found(shape, solution, chosen.time_s)
+
     def improve(self, candidate: Found) -> Found:
         problem = candidate.problem
+        if problem.forms:
+            solution = candidate.solution
+            found = FormChoice(problem).improved(solution.starts, solution.forms)
+            return min(
+                (candidate, self._chosen(problem, found) or candidate),
+                key=lambda row: row.estimate_s,
+            )
         if problem.virtual > 1:
             solved = Recut(problem).improved(candidate.solution.starts)
         else:
@@ -161,6 +184,7 @@ def shapes_of(seed: int, most_blocks: int) -> list[StageProblem]:
     count = rng.randint(3, most_blocks)
     kinds, picks, once = _menus(rng, count)
     boundaries = [rng.uniform(0.0, 0.3) for _ in range(count - 1)]
+    small = (rng.uniform(0.1, 0.6), rng.uniform(0.26, 0.7)) if seed % 5 < 2 else None
     found = []
     num_plans = 0
     for (mesh, kind), microbatches in product(_meshes(rng, count), (2, 4)):
@@ -179,10 +203,33 @@ def shapes_of(seed: int, most_blocks: int) -> list[StageProblem]:
             placement=mesh.placement,
             together=alive_together(order) if mesh.virtual > 1 or kind.splits_backward else (),
         )
-        num_plans += comb(count - 1, mesh.num_stages - 1) * 2**count
+        choices = 2 ** (count + mesh.num_stages * (small is not None))
+        num_plans += comb(count - 1, mesh.num_stages - 1) * choices
         if num_plans <= MOST_PLANS:
-            found.append(problem)
+            found.append(problem if small is None else _with_small_form(problem, *small))
     return found
+
+
+def _with_small_form(problem: StageProblem, share: float, factor: float) -> StageProblem:
+    """The problem with a second form: less state, gradients reduced after every backward.
+
+    Args:
+        problem: With states of one form.
+        share: Of the bytes, that the other form has.
+        factor: Of the seconds of reducing once, that reducing after one backward takes.
+    """
+    count = problem.num_microbatches
+    other = tuple(
+        replace(
+            b,
+            state_bytes=int(share * b.state_bytes),
+            step_s=b.step_s - b.reduce_s + count * factor * b.reduce_s,
+            reduce_s=count * factor * b.reduce_s,
+            num_reduces=count,
+        )
+        for b in problem.blocks
+    )
+    return with_forms(problem, [problem.blocks, other])
 
 
 def _menu(
@@ -224,6 +271,12 @@ class Plan:
     problem: StageProblem
     starts: tuple[int, ...]
     options: tuple[int, ...]
+    forms: tuple[int, ...] = ()
+
+    @property
+    def chosen(self) -> StageProblem:
+        """What blocks cost in the forms of their stages."""
+        return resolved(self.problem, self.starts, self.forms)
 
 
 @dataclass(frozen=True)
@@ -263,55 +316,100 @@ def _stages(problem: StageProblem, low: int, high: int) -> list[_Stage]:
 def every_plan(problem: StageProblem) -> Iterator[Plan]:
     """Every plan of a shape, run by its order."""
     count, stages = len(problem.blocks), problem.num_stages
-    graph = StepPaths(order_of(problem.schedule, problem.mesh, problem.num_microbatches), stages)
+    order = order_of(problem.schedule, problem.mesh, problem.num_microbatches)
+    graph = StepPaths(order, stages, reduces_each=bool(problem.forms))
     menus = {
         (low, high): _stages(problem, low, high)
         for low in range(count)
         for high in range(low + 1, min(count, low + problem.most_blocks) + 1)
     }
-    ranks = [problem.stages_of(d) for d in range(problem.pp)]
-    moments = [problem.moments(d) for d in range(problem.pp)]
     for starts in combinations(range(1, count), stages - 1):
         runs = bounds(starts, count)
         if any(run not in menus for run in runs):
             continue
+        for forms in product(range(len(problem.menus)), repeat=stages):
+            once = _Once.of(resolved(problem, starts, forms), runs)
+            yield from _with_every_option(problem, starts, forms, once, graph, menus)
+
+
+@dataclass(frozen=True)
+class _Once:
+    """What stages take whatever they recompute."""
+
+    gather: list[float]
+    reduce: list[float]
+    each: list[float]
+    update: list[float]
+    state: list[int]
+
+    @classmethod
+    def of(cls, problem: StageProblem, runs: Sequence[tuple[int, int]]) -> _Once:
         blocks = [problem.blocks[low:high] for low, high in runs]
-        gather = [sum(b.gather_s for b in row) for row in blocks]
+        each = [sum(b.each_s for b in row) for row in blocks]
         reduce = [sum(b.reduce_s for b in row) for row in blocks]
-        update = [sum(b.update_s for b in row) for row in blocks]
-        state = [sum(b.state_bytes for b in row) for row in blocks]
-        message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
-        last_s = max(sum(update[s] for s in row) for row in ranks)
-        for picks in product(*(menus[run] for run in runs)):
-            backward = [p.backward_s for p in picks]
-            weights = [p.weight_s for p in picks]
-            inputs = [b - w for b, w in zip(backward, weights, strict=True)]
-            forward = [p.forward_s for p in picks]
-            time_s = graph.end_s([forward, backward, inputs, weights, gather, reduce, message])
-            peak = max(
-                sum(state[s] for s in row)
-                + max(
-                    sum(
-                        n.before * picks[s].saved
-                        + n.between * (picks[s].held if s else picks[s].saved)
-                        for s, n in moment.items()
-                    )
-                    for moment in own
+        return cls(
+            [sum(b.gather_s for b in row) for row in blocks],
+            [0.0 if e else r for r, e in zip(reduce, each, strict=True)],
+            each,
+            [sum(b.update_s for b in row) for row in blocks],
+            [sum(b.state_bytes for b in row) for row in blocks],
+        )
+
+
+def _with_every_option(
+    problem: StageProblem,
+    starts: tuple[int, ...],
+    forms: tuple[int, ...],
+    once: _Once,
+    graph: StepPaths,
+    menus: dict[tuple[int, int], list[_Stage]],
+) -> Iterator[Plan]:
+    ranks = [problem.stages_of(d) for d in range(problem.pp)]
+    moments = [problem.moments(d) for d in range(problem.pp)]
+    message = [0.0, *(problem.boundary_s[s - 1] for s in starts)]
+    last_s = max(sum(once.update[s] for s in row) for row in ranks)
+    for picks in product(*(menus[run] for run in bounds(starts, len(problem.blocks)))):
+        backward = [p.backward_s for p in picks]
+        weights = [p.weight_s for p in picks]
+        inputs = [b - w for b, w in zip(backward, weights, strict=True)]
+        forward = [p.forward_s for p in picks]
+        seconds = [
+            forward, backward, inputs, weights, once.gather, once.reduce, message, once.each
+        ]  # fmt: skip
+        peak = max(
+            sum(once.state[s] for s in row)
+            + max(
+                sum(
+                    n.before * picks[s].saved + n.between * (picks[s].held if s else picks[s].saved)
+                    for s, n in moment.items()
                 )
-                + max(picks[s].transient for s in row)
-                for row, own in zip(ranks, moments, strict=True)
+                for moment in own
             )
-            options = tuple(o for p in picks for o in p.options)
-            yield Plan(time_s + last_s, peak, problem, starts, options)
+            + max(picks[s].transient for s in row)
+            for row, own in zip(ranks, moments, strict=True)
+        )
+        options = tuple(o for p in picks for o in p.options)
+        yield Plan(
+            graph.end_s(seconds) + last_s, peak, problem, starts, options,
+            forms if problem.forms else (),
+        )  # fmt: skip
 
 
 def event_s(problem: StageProblem, starts: Sequence[int], options: Sequence[int]) -> float:
-    """Seconds of a step in the event simulator, the optimizer's last."""
+    """Seconds of a step in the event simulator, the optimizer's last.
+
+    Args:
+        problem: Without a choice of forms.
+        starts: First block of stages 1, 2, ...
+        options: Option of every block.
+    """
     mesh, count = problem.mesh, problem.num_microbatches
-    stages = []
+    stages, levels = [], []
     runs = bounds(starts, len(problem.blocks))
     for stage, (low, high) in enumerate(runs):
         blocks = problem.blocks[low:high]
+        num_reduces = blocks[0].num_reduces
+        levels.append(2 if num_reduces > 1 else 1)
         chosen = [b.options[o] for b, o in zip(blocks, options[low:high], strict=True)]
         backward_s = sum(o.backward_s for o in chosen)
         stages.append(
@@ -321,7 +419,7 @@ def event_s(problem: StageProblem, starts: Sequence[int], options: Sequence[int]
                 weight_s=sum(o.weight_s for o in chosen) if stage else backward_s,
                 once_s={
                     ActionKind.UNSHARD: sum(b.gather_s for b in blocks),
-                    ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in blocks),
+                    ActionKind.REDUCE_GRAD: sum(b.reduce_s for b in blocks) / num_reduces,
                 },
             )
         )
@@ -331,6 +429,7 @@ def event_s(problem: StageProblem, starts: Sequence[int], options: Sequence[int]
         mesh,
         forward_edges=ahead,
         backward_edges=[(b, a) for a, b in ahead],
+        zero_levels=levels,
     )
     links = {}
     for (a, b), start in zip(ahead, starts, strict=True):
@@ -349,6 +448,7 @@ class Verdict:
         num_plans: Plans of the case, all that differ in names alone counted.
         schedules: Schedules among its shapes.
         binds: Whether the fastest plan without a limit does not fit.
+        has_forms: Whether stages choose between two forms of their states.
         best: The fastest plan that fits.
         winner: What the search chose.
         bound_s: The search's bound.
@@ -358,6 +458,7 @@ class Verdict:
     num_plans: int
     schedules: frozenset[ScheduleKind]
     binds: bool
+    has_forms: bool
     best: Plan
     winner: Found | None
     bound_s: float
@@ -374,6 +475,7 @@ class Verdict:
         return inf if self.winner is None else self.winner.step_s / self.best.time_s - 1
 
 
+@cache
 def judged(seed: int, most_blocks: int) -> Verdict:
     """A case by exhaustive search and by ours; every second one has a limit that binds."""
     shapes = shapes_of(seed, most_blocks)
@@ -389,11 +491,14 @@ def judged(seed: int, most_blocks: int) -> Verdict:
     winner = master.run(shapes[:3], shapes[3:])
     return Verdict(
         num_plans=sum(
-            comb(len(s.blocks) - 1, s.num_stages - 1) * prod(len(b.options) for b in s.blocks)
+            comb(len(s.blocks) - 1, s.num_stages - 1)
+            * prod(len(b.options) for b in s.blocks)
+            * len(s.menus) ** s.num_stages
             for s in shapes
         ),
         schedules=frozenset(s.schedule for s in shapes),
         binds=free.peak_bytes > limit,
+        has_forms=any(s.forms for s in shapes),
         best=best,
         winner=winner,
         bound_s=master.bound_s,

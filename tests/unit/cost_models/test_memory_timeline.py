@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from autopar.errors import ConfigError
 from autopar.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorMeta
 from autopar.plan.actions import Action, ActionKind
+from autopar.plan.orders import order_of
 from autopar.plan.schedule import action_lists, compute_order
-from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.plan.zero_bubble import zero_bubble_h1_order
 from cost_models.lanes import Lane, Segment
 from cost_models.liveness import peak_transient_bytes
@@ -14,6 +17,8 @@ from cost_models.memory_timeline import (
     ProgramMemory,
     StageMemory,
     memory_timelines,
+    order_peak,
+    order_timeline,
     program_memory,
 )
 from cost_models.simulate import StageSeconds, simulate
@@ -163,3 +168,31 @@ def test_what_the_allocator_reserves_is_more_than_what_is_alive():
 def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.INTERLEAVED, ScheduleKind.ZBV])
+def test_the_peak_of_an_order_is_that_of_its_timeline(kind: ScheduleKind):
+    placement = StagePlacement.V if kind is ScheduleKind.ZBV else StagePlacement.LOOP
+    mesh = MeshShape(pp=3, virtual=2, placement=placement)
+    draw = random.Random(7)
+
+    def program() -> ProgramMemory:
+        return ProgramMemory(tuple(draw.randrange(-50, 90) for _ in range(5)))
+
+    for _ in range(20):
+        held = {
+            s: StageMemory(
+                params_bytes=draw.randrange(99), gathered_bytes=draw.randrange(99),
+                gathers_again=draw.random() < 0.5, grads_bytes=draw.randrange(99),
+                has_lasting_grads=draw.random() < 0.5, unreduced_bytes=draw.randrange(2) * 30,
+                saved_bytes=draw.randrange(60, 99), weight_saved_bytes=draw.randrange(60),
+                programs={k: program() for k in ActionKind if draw.random() < 0.4},
+            )
+            for s in range(mesh.num_stages)
+        }  # fmt: skip
+        for rank, row in enumerate(order_of(kind, mesh, 6)):
+            actions = [Action(c.stage, c.kind, c.microbatch) for c in row]
+            unshards = [Action(s, ActionKind.UNSHARD) for s in mesh.stages_of(rank)]
+            reduces = [Action(s, ActionKind.REDUCE_GRAD) for s in mesh.stages_of(rank)]
+            lists = [*unshards, *actions, *reduces]
+            assert order_peak(rank, lists, held) == order_timeline(rank, lists, held).peak

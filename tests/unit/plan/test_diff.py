@@ -41,7 +41,7 @@ def test_stages_are_compared_one_by_one(example_plan):
     moved = replace(second, first="add_9", scopes=("transformer.h.4",), recompute=(), zero_level=2)
     diff = example_plan.diff(replace(example_plan, stages=(first, moved)))
     assert rows(diff.stages) == {
-        "ZeRO level": ("1", "1, 2"),
+        "ZeRO level": ("1", "1 in stage 0, 2 in stage 1"),
         "stage 1 begins with": ("transformer.h.3 (add_1)", "transformer.h.4 (add_9)"),
         "stage 1 recomputes": ("3 operators", "0 operators"),
     }

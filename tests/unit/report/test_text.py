@@ -235,6 +235,19 @@ def test_zero_is_told_per_level(example_plan):
     text = render_plan(mixed, width=100)
     assert "no ZeRO in stages 0: every data rank has whole parameters" in text
     assert "ZeRO-1 in stages 1: optimizer state is sharded over dp" in text
+    candidate = replace(mixed.runners_up[0], zero_level=2, zero_levels=(2, 1))
+    text = render_plan(replace(mixed, runners_up=(candidate,)), width=160)
+    rows = [line for line in text.splitlines() if re.search(r" (0/1|1/2) ", line)]
+    assert len(rows) == 2, "the plan's own row, and that of the runner-up"
+
+
+def test_state_in_host_memory_is_told_with_its_copies(example_plan):
+    first, *rest = example_plan.stages
+    first = replace(first, time=replace(first.time, optimizer_s=0.03, copy_s=0.02))
+    plan = replace(example_plan, offload="optimizer", stages=(first, *rest))
+    text = " ".join(render_plan(plan, width=100).split())
+    assert "its state in host memory, copied both ways in 20 ms of a step" in text
+    assert "host memory" not in render_plan(example_plan, width=100)
 
 
 def test_devices_with_several_stages_have_a_memory_row_of_their_own(example_plan):

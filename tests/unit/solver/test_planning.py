@@ -360,6 +360,32 @@ def test_machines_are_recognised_whatever_their_speed():
     assert change.ranks == {0: 2, 1: 3, 4: 0, 5: 1}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "ranks", "words"),
+    [
+        ("2x4:l4", "4x2:l4", {0: 0, 1: 1, 4: 2, 5: 3}, "4 of 8 go on; machines are taken"),
+        ("4x2:l4", "2x4:l4", {0: 0, 1: 1, 2: 4, 3: 5}, "4 of 8 go on; machines are taken"),
+        ("2:l4", "2:h100-sxm", {}, "0 of 2 go on; 2:h100-sxm has no l4"),
+        ("2x2:l4", "3x2:l4", {0: 0, 1: 1, 2: 2, 3: 3}, ""),
+        ("4:l4 + 2:l4", "2:l4 + 4:l4", {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}, ""),
+    ],
+)
+def test_machines_of_another_size(before: str, after: str, ranks: dict[int, int], words: str):
+    change = change_of(parse_devices(before), parse_devices(after))
+    assert change.ranks == ranks
+    assert change.matched.startswith(words)
+    assert bool(change.matched) == bool(words)
+
+
+def test_replanning_to_machines_of_another_size_keeps_what_is_there():
+    small, large = parse_devices("2x2:h100-sxm"), parse_devices("1x4:h100-sxm")
+    planner = planner_for()
+    before, _ = planner.plan(small)
+    answer = replan(planner, before, change_of(small, large))
+    assert answer.migration.kept_bytes > 0
+    assert "devices: 2 of 4 go on" in str(answer)
+
+
 def test_constraints_that_the_rest_can_t_meet():
     cluster = parse_devices("2x2:h100-sxm")
     planner = planner_for(dp=4)

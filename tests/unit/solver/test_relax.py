@@ -11,6 +11,7 @@ from autopar.cluster import parse_devices
 from autopar.errors import ConstraintError, InfeasibleError, Relaxation
 from autopar.plan.types import Plan, ScheduleKind
 from autopar.solver import relax, search
+from autopar.solver.mixed import too_dear
 from autopar.solver.question import Asker, Question, grown
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.search import solve
@@ -114,6 +115,18 @@ def test_another_program_is_tried():
     small = residual_network(1, rows=2, width=8, hidden=8)
     asked = replace(question(limit=32 << 10), programs={"take the small one": lambda: small})
     assert any(w.what == "take the small one" for w in refusal(asked).relaxations)
+
+
+def test_ways_out_of_a_limit_of_cost_are_told_in_cost():
+    def dear(asked: Question, _: object) -> None:
+        raise too_dear(2e-3 if asked.optimizer == "adamw" else 1e-3, 1.0, 1e-6)
+
+    other = residual_network(1, rows=64, width=16, hidden=64)
+    asked = replace(question(), pipelines=dear, programs={"compute in less": lambda: other})
+    error = refusal(asked)
+    assert not error.relaxations  # the other program's plan is searched for time, not within cost
+    assert "use the optimizer sgd (now adamw): still needs 0.001 per step, has 1e-06" in str(error)
+    assert " B, has" not in str(error)
 
 
 def test_ways_out_of_a_long_search_are_looked_for_nearby_and_are_true(monkeypatch):

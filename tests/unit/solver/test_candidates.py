@@ -1,0 +1,73 @@
+"""Which shapes are in the space that is searched."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from autopar.cluster import parse_devices
+from autopar.plan.types import ScheduleKind
+from autopar.solver.analysis import Analysis
+from autopar.solver.candidates import MAX_MICROBATCH_COUNTS, Shape, grid, neighbours, shapes
+from autopar.solver.constraints import Constraints
+from cost_models.analytic import AnalyticCostModel
+from tests.joint_graphs import residual_network
+
+BATCH = 360  # of 24 divisors: more than are tried
+
+
+@cache
+def analysis(**given: object) -> Analysis:
+    graph = residual_network(4, rows=BATCH, width=16, hidden=32)
+    cluster = parse_devices("4:cpu")
+    wish = Constraints(**given)  # type: ignore[arg-type]
+    return Analysis(graph, cluster, AnalyticCostModel(cluster), wish, "adamw")
+
+
+def counts(dp: int, **given: object) -> set[int]:
+    return {s.num_microbatches for s in shapes(analysis(**given)) if s.mesh.dp == dp}
+
+
+@pytest.mark.parametrize(("dp", "by_hand"), [(1, {360, 180, 90, 45}), (2, {180, 90, 45})])
+def test_micro_batches_of_few_samples_are_always_tried(dp: int, by_hand: set[int]):
+    found = counts(dp)
+    assert by_hand <= found  # 1, 2, 4, 8 samples; 8 do not divide a rank's 180
+    assert {1, BATCH // dp} <= found
+    assert all(BATCH // dp % count == 0 for count in found)
+    assert len(found) <= MAX_MICROBATCH_COUNTS + len(by_hand)
+
+
+def test_a_number_that_the_user_fixes_is_the_only_one():
+    assert counts(2, num_microbatches=12) == {12}
+    shape = next(iter(shapes(analysis(num_microbatches=12))))
+    assert not list(neighbours(analysis(num_microbatches=12), shape))
+
+
+def test_beside_a_shape_are_the_next_divisors():
+    shape = next(s for s in shapes(analysis()) if s.mesh.dp == 2 and s.num_microbatches == 45)
+    beside = [s.num_microbatches for s in neighbours(analysis(), shape)]
+    assert beside == [36, 60]  # of 180: 1 2 3 4 5 6 9 10 12 15 18 20 30 36 45 60 90 180
+
+
+def test_what_people_set_up_by_hand_is_part_of_the_space():
+    space = shapes(analysis())
+    by_hand = list(grid(space, BATCH))
+    assert by_hand
+    assert set(by_hand) <= set(space)
+    assert {BATCH // s.mesh.dp // s.num_microbatches for s in by_hand} == {1, 2, 4, 8}
+
+
+def test_no_shape_comes_twice_and_each_uses_devices_that_are_there():
+    space = shapes(analysis())
+    assert len(set(space)) == len(space)
+    assert all(s.mesh.num_ranks <= 4 for s in space)
+    kinds = {s.schedule for s in space if s.mesh.pp > 1}
+    assert kinds == {ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED, ScheduleKind.ZBV}
+
+
+def test_a_shape_reads_as_people_say_it():
+    shape = next(s for s in shapes(analysis(pp=2, tp=2, num_microbatches=8)) if s.mesh.virtual == 1)
+    assert str(shape) == "pp2 x tp2, 8 micro-batches, 1f1b"
+    deep = Shape(shape.mesh, 8, shape.schedule, warmup=(3, 1))
+    assert str(deep).endswith("warm-up (3, 1)")
