@@ -74,6 +74,11 @@ class Space(Protocol[S_contra, C, V_co]):
     """What is searched."""
 
     @property
+    def early_efforts(self) -> int:
+        """Levels of effort that a shape's bound gets before the shape is opened."""
+        ...
+
+    @property
     def efforts(self) -> int:
         """Levels of effort of :meth:`bound_s`."""
         ...
@@ -263,7 +268,7 @@ class Master(Generic[S, C, V]):
     def _taken(self, best_s: float) -> _Waiting[S] | None:
         """The shape with the least bound, if it is to be opened; else it is dealt with."""
         first = heapq.heappop(self._heap)
-        if first.effort + 2 < self.space.efforts:
+        if first.effort + 1 < self.space.early_efforts:
             sharper_s = self.space.bound_s(first.shape, first.effort + 1, best_s)
             first.bound_s, first.effort = max(first.bound_s, sharper_s), first.effort + 1
             if isfinite(first.bound_s):

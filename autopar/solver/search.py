@@ -33,7 +33,7 @@ from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.offload import either_place
 from autopar.solver.ranked import Misfit, Ranked
-from autopar.solver.ranking import EFFORTS, Ranker
+from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
@@ -336,6 +336,11 @@ class MeshSearch:
         """The same splits with better cuts, if some are found."""
         found = self._ranker.refine(candidate, self.limit_bytes)
         return min((r for r in (candidate, found) if isinstance(r, Ranked)), key=_preference)
+
+    @property
+    def early_efforts(self) -> int:
+        """Levels of effort of a bound before its shape is opened."""
+        return EARLY_EFFORTS
 
     @property
     def efforts(self) -> int:

@@ -92,7 +92,7 @@ class Guess:
 class NumberedSpace:
     """Shapes are numbers; a table says what each is like: bounds by effort, estimate, step."""
 
-    efforts = 3
+    early_efforts, efforts = 2, 3
 
     def __init__(self, table: dict[int, tuple[tuple[float, float, float], float, float]]) -> None:
         self.table = table
