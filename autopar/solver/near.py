@@ -4,8 +4,9 @@ Shapes with the same ``tp`` and as many samples in a rank's micro-batch have the
 micro-batch, so that splits, prices and menus of the running plan serve them all; only how many
 ranks stand side by side, how many stages there are and in which order they run differs. Of each
 number of pipeline ranks that fits, the most data ranks that divide the batch are tried, whether
-devices stay idle or not. Their bounds are sharpened, the best few are opened, the best of these is
-cut better and judged, and so is the old shape with as many data ranks as are left.
+devices stay idle or not. Steps of many more computes than the old one's are left out. Bounds are
+sharpened, the best few shapes are opened at the old ZeRO level, the best of these is cut better
+and judged, and so is the old shape with as many data ranks as are left.
 
 All limits are of work. What was not searched is told by two numbers: no shape near the old one is
 faster than ``near_bound_s``, none at all faster than the plan's ``bound_s``.
@@ -27,6 +28,8 @@ from autopar.solver.search import MeshSearch
 
 NUM_BOUNDED = 32  # shapes whose bounds are sharpened
 NUM_OPENED = 10  # shapes that are worked out, the old one left out
+MAX_TRIALS = 40  # cuts of a shape that is judged
+MOST_LONGER = 4  # times the computes of the old step
 NUM_JUDGED = 2  # of them, until one fits
 SHARP = 3  # effort of a bound that uses the splits that are known
 
@@ -84,19 +87,16 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
     best_s = inf
     todo = sorted(bounds, key=lambda s: (bounds[s], quick[s], str(s)))
     num_opened = 0
-    for shape in todo:
-        if bounds[shape] >= best_s or num_opened >= NUM_OPENED or not isfinite(bounds[shape]):
+    if kept is not None and kept in bounds:  # first: a plan that is known saves the rest work
+        todo.insert(0, kept)
+    for shape in dict.fromkeys(todo):
+        if bounds[shape] >= best_s or num_opened > NUM_OPENED or not isfinite(bounds[shape]):
             break
         num_opened += 1
-        found = search.open(shape, best_s)
+        found = _opened(search, shape, old, best_s)
         if found is not None:
             opened[shape] = found
             best_s = min(best_s, found.estimate_s)
-    if kept is not None and kept in bounds and kept not in opened:
-        num_opened += 1
-        found = search.open(kept, inf)
-        if found is not None:
-            opened[kept] = found
     verdicts = _judged(search, opened, kept)
     fitting = [v for v in verdicts.values() if v.fits]
     if not fitting:
@@ -105,7 +105,7 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
     field = Field(
         outcomes=list(verdicts.values()),
         ranked=sorted(search.ranked, key=search.preference),
-        misfits=search.misfits,
+        misfits=(),
         limit_bytes=search.limit_bytes,
         bound_s=min(near_bound_s, min(quick.values(), default=0.0)),
         model_gap=max(0.0, 1 - near_bound_s / min(r.estimate_s for r in opened.values())),
@@ -125,6 +125,14 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
     )
 
 
+def _opened(search: MeshSearch, shape: Shape, old: Plan, best_s: float) -> Ranked | None:
+    """A shape at the old ZeRO levels; at all of them while nothing is known to fit."""
+    possible = search.prepared.zero_levels(shape.mesh.dp)
+    levels = dict.fromkeys(s.zero_level for s in old.stages if s.zero_level in possible)
+    found = search.open(shape, best_s, tuple(levels))
+    return found if found is not None or isfinite(best_s) else search.open(shape, best_s)
+
+
 def _judged(
     search: MeshSearch, opened: dict[Shape, Ranked], kept: Shape | None
 ) -> dict[Shape, Outcome]:
@@ -135,11 +143,27 @@ def _judged(
     for shape in order:
         if num_fitting >= 1 or len(verdicts) >= NUM_JUDGED:
             break
-        verdicts[shape] = search.judge(search.recut(opened[shape]))
+        verdicts[shape] = _verdict(search, opened[shape])
         num_fitting += verdicts[shape].fits
     if kept is not None and kept in opened and kept not in verdicts:
-        verdicts[kept] = search.judge(search.recut(opened[kept]))
+        verdicts[kept] = _verdict(search, opened[kept])
     return verdicts
+
+
+def _verdict(search: MeshSearch, ranked: Ranked) -> Outcome:
+    """A shape with blocks moved, judged; once more under a tighter limit if it exceeds the real."""
+    limit = search.limit_bytes
+    ranked = search.moved(ranked, limit, MAX_TRIALS)
+    outcome = search.evaluated(ranked)
+    excess = max(
+        real - estimate
+        for real, estimate in zip(
+            outcome.figures.rank_bytes, ranked.stages.memory_bytes, strict=True
+        )
+    )
+    if outcome.fits or not 0 < excess < limit:
+        return outcome
+    return search.evaluated(search.moved(ranked, limit - excess, MAX_TRIALS))
 
 
 def _kept(near: tuple[Shape, ...], mesh: MeshShape) -> Shape | None:
@@ -176,6 +200,8 @@ def near_shapes(analysis: Analysis, old: Plan) -> Iterator[Shape]:
             except ConstraintError:
                 continue
             for shape in found:
-                if shape not in seen:
+                length = shape.mesh.num_stages * shape.num_microbatches
+                is_long = length > MOST_LONGER * mesh.num_stages * old.num_microbatches
+                if shape not in seen and not is_long:
                     seen.add(shape)
                     yield shape

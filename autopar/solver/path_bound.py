@@ -37,11 +37,10 @@ from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
-from autopar.plan.orders import order_of
 from autopar.plan.types import ScheduleKind
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
-from autopar.solver.step_paths import Path, StepPaths, Term
+from autopar.solver.step_paths import Path, Term, paths_of
 
 MAX_ROUNDS = 16
 MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
@@ -92,8 +91,10 @@ class PathBound:
             program.add(path)
         if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
             return max(0.0, (program.solve() or 0.0) * (1 - TOLERANCE))
-        order = order_of(problem.schedule, problem.mesh, problem.num_microbatches, self.warmup)
-        paths = StepPaths(order, problem.num_stages, reduces_each=self._reduces_each)
+        paths = paths_of(
+            problem.schedule, problem.mesh, problem.num_microbatches, self.warmup,
+            reduces_each=self._reduces_each,
+        )  # fmt: skip
         for path in paths.longest(program.even_seconds())[1]:
             program.add(path)
         found = 0.0

@@ -354,7 +354,8 @@ class Ranker:
         Args:
             shape: The shape.
             limit_bytes: Memory of a device, if it is to be another than the real one.
-            levels: ZeRO levels to try; all that are hopeful if left out.
+            levels: ZeRO levels to try, with the splits that are known; all that are hopeful, and
+                leaner splits where nothing fits, if left out.
             best_s: Seconds of a plan that is known: slower levels need no better splits.
 
         Returns:
@@ -387,7 +388,7 @@ class Ranker:
             is_roomy |= set(found.recompute_words) == {"none"}
         if best is not None:
             return best
-        for misfit in misfits:
+        for misfit in misfits if not levels else ():
             known_s = min(best_s, best.estimate_s) if best is not None else best_s
             found = self._leaner(misfit, body, limit, known_s)
             if isinstance(found, Ranked) and (best is None or found.estimate_s < best.estimate_s):

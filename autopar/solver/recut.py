@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
-from autopar.plan.orders import order_of
 from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
 from autopar.solver.schedule_choice import sampled_counts
 from autopar.solver.stages_problem import (
@@ -31,7 +30,7 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
-from autopar.solver.step_paths import Path, StepPaths, Term
+from autopar.solver.step_paths import Path, StepPaths, Term, paths_of
 
 MAX_TRIALS = 300  # work limit: choices that are run
 MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
@@ -84,8 +83,8 @@ class Recut:
         if not self._made:
             each = any(b.num_reduces > 1 for b in problem.blocks)
             for n, weight in sampled_counts(problem):
-                order = order_of(problem.schedule, problem.mesh, n)
-                self._made.append((weight, StepPaths(order, problem.num_stages, each)))
+                graph = paths_of(problem.schedule, problem.mesh, n, reduces_each=each)
+                self._made.append((weight, graph))
         return self._made
 
     def improved(self, starts: Starts) -> StageSolution | None:

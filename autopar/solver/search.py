@@ -34,6 +34,7 @@ from autopar.solver.master import Master
 from autopar.solver.offload import either_place
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
+from autopar.solver.recut import Recut
 from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
@@ -190,6 +191,11 @@ class MeshSearch:
         self._leanest = {}
         return analysis
 
+    @property
+    def prepared(self) -> Analysis:
+        """What is known about the model and the cluster, once this is ready to answer."""
+        return self._analysis
+
     def run(self) -> tuple[Plan, SearchStats]:
         """The best plan and how the search went."""
         analysis = self.prepare()
@@ -286,11 +292,11 @@ class MeshSearch:
             self.progress(f"{shape}: {word}")
         return found
 
-    def open(self, shape: Shape, best_s: float) -> Ranked | None:
-        """A good choice for a shape; None if it does not fit."""
+    def open(self, shape: Shape, best_s: float, levels: Sequence[int] = ()) -> Ranked | None:
+        """A good choice for a shape, at given ZeRO levels if there are any; None if it won't do."""
         self.stats.num_ranked += 1
         try:
-            found = self._rank(shape, best_s=best_s)
+            found = self._rank(shape, best_s=best_s, levels=levels)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return None
@@ -306,12 +312,17 @@ class MeshSearch:
         return found
 
     def _rank(
-        self, shape: Shape, *, limit_bytes: int = 0, best_s: float = inf
+        self,
+        shape: Shape,
+        *,
+        limit_bytes: int = 0,
+        best_s: float = inf,
+        levels: Sequence[int] = (),
     ) -> Ranked | Misfit | None:
         """A good choice for a shape; one whose stages have the levels that are given."""
         if self._analysis.stage_levels:
             return rank_given(self._ranker, shape, limit_bytes or self.limit_bytes)
-        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s)
+        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s, levels=levels)
 
     def improve(self, candidate: Ranked) -> Ranked:
         """Splits for just this shape, better cuts, a ZeRO level for each stage."""
@@ -332,10 +343,25 @@ class MeshSearch:
             limit_bytes=self.limit_bytes,
         )
 
-    def recut(self, candidate: Ranked) -> Ranked:
-        """The same splits with better cuts, if some are found."""
-        found = self._ranker.refine(candidate, self.limit_bytes)
-        return min((r for r in (candidate, found) if isinstance(r, Ranked)), key=_preference)
+    def moved(self, candidate: Ranked, limit_bytes: int, max_trials: int) -> Ranked:
+        """The same splits with blocks moved, under another limit.
+
+        Args:
+            candidate: A shape that was opened.
+            limit_bytes: Memory of a device.
+            max_trials: Choices that are run, at most.
+        """
+        problem = replace(candidate.stage_problem, limit_bytes=limit_bytes)
+        stages = Recut(problem, max_trials).improved(candidate.stages.starts)
+        if stages is None:
+            return candidate
+        found = self._ranker.estimated(replace(candidate, stage_problem=problem, stages=stages))
+        is_same = limit_bytes == candidate.stage_problem.limit_bytes
+        return min((candidate, found), key=_preference) if is_same else found
+
+    def evaluated(self, candidate: Ranked) -> Outcome:
+        """Exact figures of a candidate, whether it fits or not."""
+        return self._evaluate(self._analysis, self._ranker, candidate)
 
     @property
     def early_efforts(self) -> int:

@@ -14,10 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 from autopar.plan.actions import ActionKind
+from autopar.plan.orders import order_of
 from autopar.plan.schedule import Order
+from autopar.plan.types import MeshShape, ScheduleKind
 
+KEPT = 6  # graphs
 K = ActionKind
 
 
@@ -45,6 +49,27 @@ _TERMS = {
 }
 _Key = tuple[bool, int, int]
 _Thing = tuple[int, _Key | None, _Key | None]
+
+
+@lru_cache(maxsize=KEPT)
+def paths_of(
+    kind: ScheduleKind,
+    mesh: MeshShape,
+    count: int,
+    warmup: tuple[int, ...] | None = None,
+    *,
+    reduces_each: bool = False,
+) -> StepPaths:
+    """The graph of a schedule's order; the last few are kept, since many cuts are run in one.
+
+    Args:
+        kind: The schedule.
+        mesh: The pipeline alone.
+        count: Micro-batches.
+        warmup: As for :func:`~autopar.plan.orders.order_of`.
+        reduces_each: As of :class:`StepPaths`.
+    """
+    return StepPaths(order_of(kind, mesh, count, warmup), mesh.num_stages, reduces_each)
 
 
 @dataclass(slots=True)
