@@ -238,12 +238,12 @@ def test_opening_goes_on_where_what_ended_it_does_not_fit():
     table = {n: ((0.5, 0.5, 0.5), 3.0 + n, 3.0 + n) for n in range(4)}
     table[0] = ((0.5, 0.5, 0.5), 1.0, 1.0)  # flatters itself
     table[4] = ((1.5, 1.5, 1.5), 2.0, 2.0)
-    space = Strict(table)
+    space, honest = Strict(table), NumberedSpace(table)
+    space.outlooks = honest.outlooks = dict.fromkeys(range(4), 0.9)
     winner = Master[int, Guess, Guess](space).run(range(5))
     assert space.opened == [0, 1, 2, 3, 4]
     assert winner is not None
     assert winner.number == 4
-    honest = NumberedSpace(table)
     winner = Master[int, Guess, Guess](honest).run(range(5))
     assert winner is not None
     assert winner.number == 0
