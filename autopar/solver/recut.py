@@ -40,6 +40,8 @@ GAIN = 1e-6  # of a step, that a move must save
 Starts = tuple[int, ...]
 _Picks = list[list[list[int]]]
 """By stage, by kind, by option: blocks."""
+_Holds = list[list[list[list[int]]]]
+"""By moment, by stage, by kind, by option: bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Recut:
     _steps: list[ExchangeStep] = field(init=False)
     _first: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
+    _held: dict[int, _Holds] = field(default_factory=dict)
     _made: list[tuple[float, StepPaths]] = field(default_factory=list)
     _known: dict[object, _Picks | None] = field(default_factory=dict)
 
@@ -187,7 +190,6 @@ class Recut:
     def _fitted(self, device: int, runs: Sequence[tuple[int, int]]) -> _Picks | None:
         """Options of a rank's stages that fit into its memory."""
         problem = self.problem
-        stages = problem.stages_of(device)
         picks: _Picks = []
         state = sum(self._sums.state[high] - self._sums.state[low] for low, high in runs)
         for low, high in runs:
@@ -196,22 +198,11 @@ class Recut:
                 row[k][at] = self._counts[k][high] - self._counts[k][low]
             picks.append(row)
         room = problem.limit_bytes - problem.base_bytes - state
-        moments = [[m.get(s) for s in stages] for m in problem.moments(device)]
-        # what each option holds at each moment, by stage and kind
-        holds = [
-            [
-                [
-                    [o.alive_bytes(alive, s) if alive else 0 for o in problem.blocks[i].options]
-                    for i in self._menus
-                ]
-                for s, alive in zip(stages, moment, strict=True)
-            ]
-            for moment in moments
-        ]
+        holds = self._holds(device)
+        held = [self._alive_bytes(picks, table) for table in holds]
         while True:
-            excess, worst = max(
-                (self._held(picks, table) - room, at) for at, table in enumerate(holds)
-            )
+            most, worst = max((size, at) for at, size in enumerate(held))
+            excess = most + self._transient_bytes(picks) - room
             if excess <= 0:
                 return picks
             found = self._cheapest(picks, holds[worst])
@@ -222,18 +213,48 @@ class Recut:
             moved = min(blocks[step.source], -(-excess // less))
             blocks[step.source] -= moved
             blocks[step.option] += moved
+            for moment, table in enumerate(holds):
+                sizes = table[at][step.kind]
+                held[moment] += moved * (sizes[step.option] - sizes[step.source])
 
-    def _held(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
-        """Bytes of a moment beyond states: what is alive, and the largest transient."""
-        held = transient = 0
-        for rows, amounts in zip(picks, table, strict=True):
-            for k, row in enumerate(rows):
-                options = self.problem.blocks[self._menus[k]].options
-                for o, count in enumerate(row):
-                    if count:
-                        held += count * amounts[k][o]
-                        transient = max(transient, options[o].transient_bytes)
-        return held + transient
+    def _holds(self, device: int) -> _Holds:
+        """What each option holds at each moment of a rank, by stage and kind."""
+        if device not in self._held:
+            stages = self.problem.stages_of(device)
+            self._held[device] = [
+                [
+                    [
+                        [
+                            o.alive_bytes(moment[s], s) if s in moment else 0
+                            for o in self.problem.blocks[i].options
+                        ]
+                        for i in self._menus
+                    ]
+                    for s in stages
+                ]
+                for moment in self.problem.moments(device)
+            ]
+        return self._held[device]
+
+    def _alive_bytes(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Bytes of what is alive at a moment."""
+        return sum(
+            count * amount
+            for rows, amounts in zip(picks, table, strict=True)
+            for row, sizes in zip(rows, amounts, strict=True)
+            for count, amount in zip(row, sizes, strict=True)
+            if count
+        )
+
+    def _transient_bytes(self, picks: _Picks) -> int:
+        """The largest transient of the options that are taken."""
+        return max(
+            option.transient_bytes
+            for rows in picks
+            for at, row in zip(self._menus, rows, strict=True)
+            for option, count in zip(self.problem.blocks[at].options, row, strict=True)
+            if count
+        )
 
     def _cheapest(
         self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]
