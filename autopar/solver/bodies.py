@@ -187,13 +187,19 @@ class Bodies:
                 waited[chain.block_of[name]] += time_s
         saved = self.saved(structure)
         curves = saved.curves(problem, self.analysis.prices(sizes), operator_s)
+        held = saved.held_bytes(problem, self.analysis.prices(sizes))
         menus: list[BlockMenu] = []
         known: dict[object, BlockMenu] = {}
         for block in chain.blocks:
             i = block.index
-            key = (block.key, *(f"{row[i]:.9e}" for row in (forward, backward, waited)), curves[i])
+            key = (
+                block.key,
+                *(f"{row[i]:.9e}" for row in (forward, backward, waited)),
+                curves[i],
+                held[i],
+            )
             if key not in known:
-                options = _relaxed(forward[i], backward[i], waited[i], curves[i])
+                options = _relaxed(forward[i], backward[i], waited[i], curves[i], held[i])
                 if self.analysis.constraints.recompute_of(block.scope) == "none":
                     options = options[:1]
                 known[key] = BlockMenu(key=str(len(known)), options=options, state_bytes=0)
@@ -307,6 +313,7 @@ def _relaxed(
     backward_s: float,
     waited_s: float,
     curve: tuple[int, tuple[tuple[int, float], ...]],
+    held_bytes: int,
 ) -> tuple[Option, ...]:
     """The menu of a block from what it saves and what giving up parts of that costs.
 
@@ -316,7 +323,7 @@ def _relaxed(
     options = [
         Option(
             name="none", forward_s=forward_s, backward_s=backward_s, saved_bytes=saved,
-            transient_bytes=0, weight_s=max(0.0, backward_s - waited_s),
+            transient_bytes=0, weight_s=max(0.0, backward_s - waited_s), held_bytes=held_bytes,
         )
     ]  # fmt: skip
     for less, seconds in steps:

@@ -36,6 +36,7 @@ NEAR = 1.03  # estimates above the best by more than this are not judged once on
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
+MAX_REOPENED = 2  # times that opening goes on because what ended it turned out not to fit
 MAX_SHARPENED = 400  # work limit: bounds that are sharpened in the end
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
@@ -72,6 +73,11 @@ V_co = TypeVar("V_co", bound=Verdict, covariant=True)
 
 class Space(Protocol[S_contra, C, V_co]):
     """What is searched."""
+
+    @property
+    def early_efforts(self) -> int:
+        """Levels of effort that a shape's bound gets before the shape is opened."""
+        ...
 
     @property
     def efforts(self) -> int:
@@ -144,6 +150,7 @@ class _Opened(Generic[S, C]):
     is_modelled: bool = False
     is_improved: bool = False
     is_judged: bool = False
+    is_misfit: bool = False
     is_by_hand: bool = False
 
 
@@ -183,6 +190,7 @@ class Master(Generic[S, C, V]):
     _empty: list[_Waiting[S]] = field(default_factory=list)
     _num_shapes: int = 0
     _num_sharpened: int = 0
+    _num_reopened: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
         """The best verdict that fits, None if nothing does.
@@ -202,15 +210,28 @@ class Master(Generic[S, C, V]):
             self._improve()
             self._judge()
             self._judge_by_hand()
-            fitting = [v for v in self.verdicts if v.fits]
-            if fitting:
-                return min(fitting, key=lambda v: v.step_s)
-            self._take_back()
-            if self.stopped_by or not self._heap:
+            winner = min((v for v in self.verdicts if v.fits), key=lambda v: v.step_s, default=None)
+            real_s = self._real_s()
+            if winner is not None and not self._is_flattered(real_s):
+                return winner
+            self._take_back(real_s)
+            if self.stopped_by or (winner is None and not self._heap):
                 self._judge(everything=True)
                 fitting = [v for v in self.verdicts if v.fits]
                 return min(fitting, key=lambda v: v.step_s, default=None)
             self._open_more()
+
+    def _real_s(self) -> float:
+        """The best estimate of what fits; infinite if nothing does."""
+        fitting = (o.candidate.estimate_s for o in self._opened if o.is_judged and not o.is_misfit)
+        return min(fitting, default=inf)
+
+    def _is_flattered(self, real_s: float) -> bool:
+        """Whether an estimate of what does not fit may have kept shapes from being opened."""
+        self._num_reopened += 1
+        misfits = (o.candidate.estimate_s for o in self._opened if o.is_misfit)
+        is_flattered = min(misfits, default=inf) < real_s * (1 - SLACK)
+        return is_flattered and self._num_reopened <= MAX_REOPENED
 
     @property
     def bound_s(self) -> float:
@@ -263,7 +284,7 @@ class Master(Generic[S, C, V]):
     def _taken(self, best_s: float) -> _Waiting[S] | None:
         """The shape with the least bound, if it is to be opened; else it is dealt with."""
         first = heapq.heappop(self._heap)
-        if first.effort + 2 < self.space.efforts:
+        if first.effort + 1 < self.space.early_efforts:
             sharper_s = self.space.bound_s(first.shape, first.effort + 1, best_s)
             first.bound_s, first.effort = max(first.bound_s, sharper_s), first.effort + 1
             if isfinite(first.bound_s):
@@ -292,12 +313,18 @@ class Master(Generic[S, C, V]):
         waiting.known_s = known_s
         self._empty.append(waiting)
 
-    def _take_back(self) -> None:
-        """What was left out beside a plan that turned out not to fit is to be opened again."""
-        for waiting in (*(w for w in self._empty if isfinite(w.known_s)), *self._aside):
+    def _take_back(self, real_s: float) -> None:
+        """What was left out beside a plan that turned out not to fit is to be opened again.
+
+        Args:
+            real_s: Best estimate of what fits: what was left out beside that stays where it is.
+        """
+        back = [w for w in self._empty if isfinite(w.known_s) and w.known_s < real_s]
+        self._empty = [w for w in self._empty if not (isfinite(w.known_s) and w.known_s < real_s)]
+        if not isfinite(real_s):
+            back, self._aside = [*back, *self._aside], []
+        for waiting in back:
             heapq.heappush(self._heap, waiting)
-        self._empty = [w for w in self._empty if not isfinite(w.known_s)]
-        self._aside = []
 
     def _must_stop(self) -> bool:
         if self.num_opened >= MAX_OPENED:
@@ -309,7 +336,8 @@ class Master(Generic[S, C, V]):
         return True
 
     def _best_s(self) -> float:
-        return min((o.candidate.estimate_s for o in self._unjudged()), default=inf)
+        """The best estimate of what is not known to be a misfit."""
+        return min((o.candidate.estimate_s for o in self._opened if not o.is_misfit), default=inf)
 
     def _unjudged(self) -> list[_Opened[S, C]]:
         return [o for o in self._opened if not o.is_judged]
@@ -407,15 +435,19 @@ class Master(Generic[S, C, V]):
             best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
             may_win = row.bound_s < best_s  # a bound of what the judge would find
             if not row.is_judged and may_win and not self._is_late():
-                row.is_judged = True
-                self.verdicts.append(self.space.judge(row.candidate))
+                self._judge_one(row)
+
+    def _judge_one(self, row: _Opened[S, C]) -> None:
+        verdict = self.space.judge(row.candidate)
+        row.is_judged, row.is_misfit = True, not verdict.fits
+        self.verdicts.append(verdict)
 
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
-        best_s = rows[0].candidate.estimate_s if rows else 0.0
+        best_s, before = self._best_s(), sum(v.fits for v in self.verdicts)
         for num_judged, row in enumerate(rows):
             num_fitting = sum(v.fits for v in self.verdicts)
-            if num_fitting >= NUM_JUDGED or (
+            if num_fitting - before >= NUM_JUDGED or (
                 num_fitting and row.candidate.estimate_s > NEAR * best_s
             ):
                 break
@@ -423,5 +455,4 @@ class Master(Generic[S, C, V]):
                 break
             if num_fitting and self._is_late():
                 break
-            row.is_judged = True
-            self.verdicts.append(self.space.judge(row.candidate))
+            self._judge_one(row)

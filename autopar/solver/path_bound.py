@@ -30,23 +30,25 @@ Source: ours; the rows are generated as in Kelley, "The cutting-plane method", 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
+from autopar.plan.types import ScheduleKind
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from autopar.solver.step_paths import Path, Term, paths_of
 
-MAX_ROUNDS = 8
+MAX_ROUNDS = 16
 MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
-MAX_THINGS = 8_192  # work limit: longer steps have no such bound
+MAX_THINGS = 16_384  # work limit: of longer steps each rank's own work is all that counts
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)
+SPLITTING = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV)  # backwards are run in halves
 
 Variable: TypeAlias = Any  # of a solver without stubs
 _OF_STATES: Mapping[Term, Callable[[BlockMenu], float]] = {
@@ -66,12 +68,14 @@ class PathBound:
         floor: What is known beyond the menus.
         knows_halves: Whether the menus tell how a backward divides into its halves; else they
             tell the most that its gradients of weights may take.
+        max_rounds: Work limit: how often paths are added.
     """
 
     problem: StageProblem
     warmup: tuple[int, ...] | None = None
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
+    max_rounds: int = MAX_ROUNDS
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -82,18 +86,19 @@ class PathBound:
         problem = self.problem
         if len(problem.blocks) < problem.num_stages:
             return math.inf
+        program = _Program(self)
+        for path in self._busy():
+            program.add(path)
         if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
-            return 0.0
-        reduces_each = any(menus[0].num_reduces > 1 for menus in problem.menus)
+            return max(0.0, (program.solve() or 0.0) * (1 - TOLERANCE))
         paths = paths_of(
             problem.schedule, problem.mesh, problem.num_microbatches, self.warmup,
-            reduces_each=reduces_each,
+            reduces_each=self._reduces_each,
         )  # fmt: skip
-        program = _Program(self)
         for path in paths.longest(program.even_seconds())[1]:
             program.add(path)
         found = 0.0
-        for _ in range(MAX_ROUNDS):
+        for _ in range(self.max_rounds):
             value_s = program.solve()
             if value_s is None:
                 break
@@ -104,6 +109,38 @@ class PathBound:
             if not program.add_exceeded(longest):
                 break
         return found
+
+    @property
+    def _reduces_each(self) -> bool:
+        return any(menus[0].num_reduces > 1 for menus in self.problem.menus)
+
+    def _busy(self) -> Iterator[Path]:
+        """For every rank what it does itself, in any order, with what must come before and after.
+
+        Its first compute is a forward of its first stage, which needs those of all stages before.
+        Where backwards are whole its last one is a backward of that stage, which they all follow.
+        """
+        problem, count = self.problem, self.problem.num_microbatches
+        trains = problem.schedule is not ScheduleKind.FORWARD
+        is_whole = trains and problem.schedule not in SPLITTING
+        for device in range(problem.pp):
+            stages = problem.stages_of(device)
+            first = min(stages)
+            path: dict[tuple[Term, int], int] = {}
+            for s in range(first):
+                path[Term.FORWARD, s] = 1
+                path[Term.MESSAGE, s + 1] = 2 if is_whole else 1
+                if is_whole:
+                    path[Term.BACKWARD, s] = 1
+            for s in stages:
+                path[Term.FORWARD, s] = path[Term.BACKWARD, s] = count
+                if s > first or first == 0:  # else it is gathered while it waits
+                    path[Term.GATHER, s] = 1
+                if trains and (s > first or first == 0 or not is_whole):  # else while others drain
+                    path[Term.REDUCE, s] = 1
+                if self._reduces_each:
+                    path[Term.EACH, s] = count
+            yield path
 
 
 @dataclass(slots=True)

@@ -8,39 +8,19 @@ values: these cost all operators that lead to them in the block before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import TensorMeta
 from autopar.sharding.placement import Layout, R
 from autopar.sharding.stages import VIEW_OPS
 from autopar.solver.analysis import Analysis
+from autopar.solver.giving_up import Curve, Value, least_curve
+from autopar.solver.held_values import Held, HeldValues, Key
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute_blocks import Spare
 from autopar.solver.splits_problem import SplitsProblem
 from autopar.solver.splits_structure import SplitsStructure
-
-RATIO_STEP = 1.25  # values whose price per byte differs by less are given up together
-
-Curve = tuple[int, tuple[tuple[int, float], ...]]
-"""Bytes that a block keeps at most; then (bytes, seconds) of giving parts up, cheapest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Root:
-    """A value that backward reads, views resolved.
-
-    Attributes:
-        variable: Who makes it.
-        result: Which of its results.
-        shares: Values that the same operator makes for backward.
-        makers: Who is run to make it again; empty if it is kept under every choice.
-    """
-
-    variable: int
-    result: int
-    shares: int
-    makers: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -57,8 +37,10 @@ class SavedValues:
     analysis: Analysis
     structure: SplitsStructure
     spares: tuple[Spare | None, ...]
-    _roots: list[tuple[_Root, ...]] = field(init=False)
+    _values: list[tuple[Value, ...]] = field(init=False)
+    _held: HeldValues = field(init=False)
     _group_of: dict[str, int] = field(init=False)
+    _forward: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         analysis, structure = self.analysis, self.structure
@@ -78,43 +60,69 @@ class SavedValues:
             for s in self.spares
             if s is not None
         }
-        forward = {n for block in analysis.chain.blocks for n in block.forward}
+        self._forward = {n for block in analysis.chain.blocks for n in block.forward}
         seen: set[str] = set()
-        self._roots = []
+        self._values = []
         for block in analysis.chain.blocks:
-            keys: dict[str, None] = {}
             readers = [name for name in block.backward if name in group_of]
-            stack = [ref for name in readers for ref in analysis.refs[name]]
-            visited: set[str] = set()
-            while stack:
-                name = stack.pop()
-                node = structure.nodes.get(name)
-                if node is None or name in visited:
-                    continue
-                is_item = name in analysis.value_keys  # of an operator of forward, maybe
-                if name in structure.backward and not is_item:
-                    continue
-                visited.add(name)
-                key = analysis.value_keys.get(name, name)
-                is_view = node.op in VIEW_OPS and node.op != "getitem"
-                if is_view or key.partition("#")[0] not in forward:
-                    stack += analysis.refs[name]
-                elif key not in seen:
-                    keys[key] = None
-            seen |= keys.keys()
-            bases = [key.partition("#")[0] for key in keys]
-            self._roots.append(
-                tuple(
-                    _Root(
-                        group_of[base],
-                        int(key.partition("#")[2] or 0),
-                        bases.count(base),
-                        spares.get(key, ()) if key in crossing else (group_of[base],),
-                    )
-                    for key, base in zip(keys, bases, strict=True)
-                    if base in group_of
-                )
+            keys = dict.fromkeys(key for name in readers for key in self._read(name))
+            read = [key for key in keys if key not in seen and self._base(key) in group_of]
+            seen.update(keys)
+            self._values.append(self._cone(read, crossing, spares))
+        self._held = HeldValues(analysis, structure, crossing, spares)
+
+    @staticmethod
+    def _base(key: str) -> str:
+        return key.partition("#")[0]
+
+    def _read(self, reader: str) -> Iterator[str]:
+        """Values of forward that an operator reads, views resolved."""
+        analysis, structure = self.analysis, self.structure
+        stack, visited = list(analysis.refs[reader]), set[str]()
+        while stack:
+            name = stack.pop()
+            node = structure.nodes.get(name)
+            if node is None or name in visited:
+                continue
+            is_item = name in analysis.value_keys  # of an operator of forward, maybe
+            if name in structure.backward and not is_item:
+                continue
+            visited.add(name)
+            key = analysis.value_keys.get(name, name)
+            is_view = node.op in VIEW_OPS and node.op != "getitem"
+            if is_view or self._base(key) not in self._forward:
+                stack += analysis.refs[name]
+            else:
+                yield key
+
+    def _cone(
+        self, read: list[str], crossing: set[str], spares: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Value, ...]:
+        """What backward reads of a block, and what of the same block that is made from."""
+        place = {key: at for at, key in enumerate(read)}
+        operands: list[tuple[int, ...]] = []
+        for key in (order := list(read)):
+            found: list[int] = []
+            for operand in () if key in crossing else dict.fromkeys(self._read(self._base(key))):
+                is_new = operand not in place and operand not in crossing
+                if is_new and self._base(operand) in self._group_of:
+                    place[operand] = len(order)
+                    order.append(operand)
+                if operand in place:
+                    found.append(place[operand])
+            operands.append(tuple(found))
+        return tuple(
+            Value(
+                variable=self._group_of[self._base(key)],
+                result=int(key.partition("#")[2] or 0),
+                is_read=at < len(read),
+                makers=spares.get(key, ())
+                if key in crossing
+                else (self._group_of[self._base(key)],),
+                operands=operands[at],
             )
+            for at, key in enumerate(order)
+        )
 
     def boundary_bytes(
         self, problem: SplitsProblem, prices: PriceList
@@ -143,7 +151,7 @@ class SavedValues:
         )
 
     def curves(
-        self, problem: SplitsProblem, prices: PriceList, operator_s: Mapping[int, float]
+        self, problem: SplitsProblem, prices: PriceList, operator_s: dict[int, float]
     ) -> list[Curve]:
         """Per block what it keeps and what giving that up costs, at least.
 
@@ -152,39 +160,27 @@ class SavedValues:
             prices: Of the same mesh.
             operator_s: Least seconds per micro-batch by variable.
         """
-        known: dict[tuple[_Root, ...], Curve] = {}
-        for roots in self._roots:
-            if roots not in known:
-                known[roots] = self._curve(roots, problem, prices, operator_s)
-        return [known[roots] for roots in self._roots]
+        known: dict[tuple[Value, ...], Curve] = {}
+        for values in self._values:
+            if values not in known:
+                sizes = [self._bytes((v.variable, v.result), problem, prices) for v in values]
+                known[values] = least_curve(values, sizes, operator_s)
+        return [known[values] for values in self._values]
 
-    def _curve(
-        self,
-        roots: tuple[_Root, ...],
-        problem: SplitsProblem,
-        prices: PriceList,
-        operator_s: Mapping[int, float],
-    ) -> Curve:
-        total = 0
-        steps: list[tuple[float, int, float]] = []
-        for root in roots:
-            name = problem.variables[root.variable].name
-            meta = self.structure.nodes[name].metas()[root.result]
-            layout = problem.variables[root.variable].options[0].results[root.result]
-            size = _least_bytes(meta, layout, prices)
-            total += size
-            if root.makers and size > 0:
-                seconds = sum(operator_s.get(at, 0.0) for at in root.makers) / root.shares
-                steps.append((seconds / size, size, seconds))
-        steps.sort()
-        merged: list[tuple[float, int, float]] = []
-        for ratio, size, seconds in steps:
-            if merged and ratio <= RATIO_STEP * merged[-1][0]:
-                first, before, _ = merged[-1]
-                merged[-1] = (first, before + size, first * (before + size))
-            else:
-                merged.append((ratio, size, seconds))
-        return total, tuple((size, seconds) for _, size, seconds in merged)
+    def held_bytes(self, problem: SplitsProblem, prices: PriceList) -> list[int]:
+        """Per block what it holds between the halves of its backward, at least."""
+        known: dict[Held, int] = {}
+        for at, held in enumerate(self._held.blocks):
+            if held not in known:
+                keys = {*held.gradients, *((v.variable, v.result) for v in held.values)}
+                sizes = {key: self._bytes(key, problem, prices) for key in keys}
+                known[held] = self._held.least_bytes(at, sizes)
+        return [known[held] for held in self._held.blocks]
+
+    def _bytes(self, key: Key, problem: SplitsProblem, prices: PriceList) -> int:
+        variable = problem.variables[key[0]]
+        meta = self.structure.nodes[variable.name].metas()[key[1]]
+        return _least_bytes(meta, variable.options[0].results[key[1]], prices)
 
 
 def _least_bytes(meta: TensorMeta | None, layout: Layout, prices: PriceList) -> int:

@@ -33,7 +33,7 @@ from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.offload import either_place
 from autopar.solver.ranked import Misfit, Ranked
-from autopar.solver.ranking import EFFORTS, Ranker
+from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
 from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
@@ -362,6 +362,11 @@ class MeshSearch:
     def evaluated(self, candidate: Ranked) -> Outcome:
         """Exact figures of a candidate, whether it fits or not."""
         return self._evaluate(self._analysis, self._ranker, candidate)
+
+    @property
+    def early_efforts(self) -> int:
+        """Levels of effort of a bound before its shape is opened."""
+        return EARLY_EFFORTS
 
     @property
     def efforts(self) -> int:

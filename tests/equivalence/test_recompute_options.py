@@ -130,3 +130,5 @@ def test_no_option_costs_less_than_the_bound_of_what_giving_up_saved_values_cost
             room += moved * step.bytes
         assert room >= -1, index
         assert sum(o.total_s for o in chosen) >= least_s * (1 - 1e-9), index
+        held = sum(b.options[0].held_bytes for b in body.least)
+        assert 0 < held <= sum(o.held_bytes for o in chosen), index

@@ -87,7 +87,7 @@ def solution_of(problem: StageProblem, starts: Sequence[int], options: Sequence[
 class ChainSpace:
     """Shapes of a chain on eight devices: cut problems whose menus depend on the mesh."""
 
-    efforts = 3
+    early_efforts, efforts = 2, 3
 
     def bound_s(self, shape: StageProblem, effort: int, enough_s: float) -> float:
         if effort == 0:

@@ -92,7 +92,7 @@ class Guess:
 class NumberedSpace:
     """Shapes are numbers; a table says what each is like: bounds by effort, estimate, step."""
 
-    efforts = 3
+    early_efforts, efforts = 2, 3
 
     def __init__(self, table: dict[int, tuple[tuple[float, float, float], float, float]]) -> None:
         self.table = table
@@ -228,3 +228,23 @@ def test_a_clock_that_runs_out_ends_a_search_in_which_nothing_fits():
     master: Master[int, Guess, Guess] = Master(Late(table))
     assert master.run(range(6)) is None
     assert master.stopped_by == "time"
+
+
+def test_opening_goes_on_where_what_ended_it_does_not_fit():
+    class Strict(NumberedSpace):
+        def judge(self, candidate: Guess) -> Guess:
+            return replace(candidate, fits=candidate.number != 0)
+
+    table = {n: ((0.5, 0.5, 0.5), 3.0 + n, 3.0 + n) for n in range(4)}
+    table[0] = ((0.5, 0.5, 0.5), 1.0, 1.0)  # flatters itself
+    table[4] = ((1.5, 1.5, 1.5), 2.0, 2.0)
+    space, honest = Strict(table), NumberedSpace(table)
+    space.outlooks = honest.outlooks = dict.fromkeys(range(4), 0.9)
+    winner = Master[int, Guess, Guess](space).run(range(5))
+    assert space.opened == [0, 1, 2, 3, 4]
+    assert winner is not None
+    assert winner.number == 4
+    winner = Master[int, Guess, Guess](honest).run(range(5))
+    assert winner is not None
+    assert winner.number == 0
+    assert 4 not in honest.opened
