@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import ShardingError
 from autopar.ir.graph import Graph, InputKind, OutputKind, TensorMeta
-from autopar.sharding.build import localize, signatures_of
+from autopar.sharding.build import KeptBodies, localize, signatures_of
 from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.parameters import storage_layout
 from autopar.sharding.placement import P, R, Shard
@@ -140,3 +140,20 @@ def test_a_parameter_smaller_than_dp_stays_whole() -> None:
     assert storage_layout(TensorMeta((2,), "float32"), (R, R, R), 4, 3) == (R, R, R)
     # five rows over four ranks would leave one rank empty
     assert storage_layout(TensorMeta((5,), "float32"), (R, R, R), 4, 3) == (R, R, R)
+
+
+def test_kept_local_operators_give_the_programs_that_new_ones_give():
+    graph = mlp()
+    signatures = signatures_of(graph)
+    names = [n.name for n in graph.nodes if n.name.startswith(("up", "act"))]
+    tp = {"tp": _column_row(graph)}
+    rows = [
+        Decisions(axis_sizes=(1, 1, 1), recompute=frozenset(names[:1])),
+        Decisions(axis_sizes=(1, 1, 1), recompute=frozenset(names)),
+        Decisions(axis_sizes=(1, 1, 2), choices=tp, recompute=frozenset(names)),
+        Decisions(axis_sizes=(1, 1, 2), choices=tp),
+    ]
+    kept = KeptBodies()
+    made = [localize(graph, row, signatures, kept) for row in rows]
+    assert made == [localize(graph, row, signatures) for row in rows]
+    assert len({repr(programs.stages) for programs in made}) > 2
