@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.plan.types import ScheduleKind
-from autopar.solver.path_bound import MAX_ROUNDS, PathBound
+from autopar.solver.path_bound import MAX_WORK, PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.stages_problem import StageProblem
 
@@ -29,7 +29,7 @@ class OrderBound:
         warmup: Warm-up depths, where they are not those of the schedule.
         floor: What is known beyond the menus.
         knows_halves: As in :class:`~autopar.solver.path_bound.PathBound`.
-        max_rounds: Work limit, likewise.
+        max_work: Work limit, likewise.
     """
 
     problem: StageProblem
@@ -38,7 +38,7 @@ class OrderBound:
     warmup: tuple[int, ...] | None = None
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
-    max_rounds: int = MAX_ROUNDS
+    max_work: int = MAX_WORK
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -73,4 +73,4 @@ class OrderBound:
         )
 
     def _paths(self, problem: StageProblem) -> PathBound:
-        return PathBound(problem, self.warmup, self.floor, self.knows_halves, self.max_rounds)
+        return PathBound(problem, self.warmup, self.floor, self.knows_halves, self.max_work)

@@ -42,9 +42,9 @@ from autopar.solver.pipeline_bound import NO_FLOOR, Floor
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from autopar.solver.step_paths import Path, Term, paths_of
 
-MAX_ROUNDS = 16
+MAX_ROUNDS = 48
+MAX_WORK = 1 << 17
 MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
-MAX_THINGS = 16_384  # work limit: of longer steps each rank's own work is all that counts
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)
@@ -68,14 +68,14 @@ class PathBound:
         floor: What is known beyond the menus.
         knows_halves: Whether the menus tell how a backward divides into its halves; else they
             tell the most that its gradients of weights may take.
-        max_rounds: Work limit: how often paths are added.
+        max_work: Work limit: computes and messages of the step, times rounds of adding paths.
     """
 
     problem: StageProblem
     warmup: tuple[int, ...] | None = None
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
-    max_rounds: int = MAX_ROUNDS
+    max_work: int = MAX_WORK
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -89,7 +89,8 @@ class PathBound:
         program = _Program(self)
         for path in self._busy():
             program.add(path)
-        if 4 * problem.num_stages * problem.num_microbatches > MAX_THINGS:
+        rounds = self.max_work // (4 * problem.num_stages * problem.num_microbatches)
+        if rounds == 0:  # so long a step is bounded by each rank's own work
             return max(0.0, (program.solve() or 0.0) * (1 - TOLERANCE))
         paths = paths_of(
             problem.schedule, problem.mesh, problem.num_microbatches, self.warmup,
@@ -98,7 +99,7 @@ class PathBound:
         for path in paths.longest(program.even_seconds())[1]:
             program.add(path)
         found = 0.0
-        for _ in range(self.max_rounds):
+        for _ in range(min(rounds, MAX_ROUNDS)):
             value_s = program.solve()
             if value_s is None:
                 break

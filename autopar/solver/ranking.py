@@ -9,7 +9,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 and 6 with more of its paths.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 with more of its paths.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-ROUNDS = (4, 16, 48)  # of adding paths, by effort beyond the early ones
+WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
-EFFORTS = EARLY_EFFORTS + len(ROUNDS)
+EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 LONG_CHAIN = 1_000  # blocks
 MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
@@ -131,7 +131,7 @@ class Ranker:
         if effort > 2:
             self.bodies.solved(body)
         if effort >= EARLY_EFFORTS:
-            return self._waiting_s(shape, body, ROUNDS[effort - EARLY_EFFORTS], enough_s)
+            return self._waiting_s(shape, body, WORK[effort - EARLY_EFFORTS], enough_s)
         return self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
 
     def _least_s(
@@ -139,12 +139,12 @@ class Ranker:
     ) -> float:
         return self._pipeline(shape, self._free_levels(shape, body, share), floor).least_s()
 
-    def _waiting_s(self, shape: Shape, body: Body, rounds: int, enough_s: float) -> float:
+    def _waiting_s(self, shape: Shape, body: Body, work: int, enough_s: float) -> float:
         """With what ranks wait for each other in the orders of a shape."""
         if shape.mesh.pp == 1:
             return 0.0
         orders = self._orders(shape, self._free_levels(shape, body))
-        orders = replace(orders, floor=body.floor, knows_halves=False, max_rounds=rounds)
+        orders = replace(orders, floor=body.floor, knows_halves=False, max_work=work)
         return orders.least_s(enough_s)
 
     def _quick_s(self, shape: Shape) -> float:
