@@ -295,8 +295,11 @@ class Questions:
         """The plan for a changed cluster, and what going there takes."""
         after = None if devices is None else self._as_ours(devices)
         change = change_of(self.cluster, after, lost=lost, slower=slower)
+        planner = self.planner
+        if planner.analysis is None and self._asker is not None and not self.plan.pipelines:
+            planner.analysis = self._asker.analysis()  # what earlier answers have worked out
         return replan(
-            self.planner,
+            planner,
             self.plan,
             change,
             thorough=thorough,

@@ -52,8 +52,8 @@ class Body:
         structure: Groups of operators.
         problem: Their options and flows at ZeRO level 0.
         least: Per block its relaxed menu: every operator at its cheapest, reshards free, saved
-            values as small as any layout makes them, given up one by one at the price of the
-            operator that makes them.
+            values as small as any layout makes them, given up at the price of the operators that
+            make them again.
         boundary_bytes: Per boundary the bytes of a message forward and of one backward, at least.
         floor: What its mixed-integer program adds to that, once it is solved.
         splits: Its solution, once it is solved.
