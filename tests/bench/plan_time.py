@@ -233,7 +233,7 @@ def measure(
     }
     if plan.pipelines:
         found["mesh"] = f"{len(plan.pipelines)} pipelines"
-    if replans:
+    if replans and len(cluster.machines) > 1:
         begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         again = replan(planner, plan, change_of(cluster, lost=(len(cluster.machines) - 1,)))
         found["replan_s"] = time.monotonic() - begin_s
