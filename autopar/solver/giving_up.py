@@ -62,8 +62,8 @@ def least_curve(
         num_bytes: Of each, at least.
         seconds: Of makers, at least.
     """
-    total = sum(size for v, size in zip(values, num_bytes, strict=True) if v.is_read)
-    hull = _Closure(values, num_bytes, seconds).hull(total)
+    total = _read_bytes(values, num_bytes)
+    hull = _Closure(values, _at_most(num_bytes, total), seconds).hull(total)
     steps: list[tuple[float, int, float]] = []
     for (have, spent_s), (less, more_s) in pairwise(hull):
         if less >= have:
@@ -85,9 +85,19 @@ def least_kept_bytes(values: Sequence[Value], num_bytes: Sequence[int]) -> int:
         values: What is there or can be made; those without makers can't be made.
         num_bytes: Of each, at least.
     """
+    total = _read_bytes(values, num_bytes)
     if all(not value.makers for value in values):
-        return sum(size for v, size in zip(values, num_bytes, strict=True) if v.is_read)
-    return _Closure(values, num_bytes, {}).least_bytes()
+        return total
+    return _Closure(values, _at_most(num_bytes, total), {}).least_bytes()
+
+
+def _read_bytes(values: Sequence[Value], num_bytes: Sequence[int]) -> int:
+    return sum(size for v, size in zip(values, num_bytes, strict=True) if v.is_read)
+
+
+def _at_most(num_bytes: Sequence[int], total: int) -> list[int]:
+    """What takes more than all that is read is never kept in its place; such sizes only hurt."""
+    return [min(size, total) for size in num_bytes]
 
 
 @dataclass(slots=True)
@@ -114,34 +124,36 @@ class _Closure:
             if not value.makers:
                 continue
             self._again[at] = solver.NumVar(0.0, 1.0, "")
-            self._at_most(self._again[at], self._have[at])
+            self._under(self._again[at], self._have[at])
             if value.makers not in run:
                 run[value.makers] = solver.NumVar(0.0, 1.0, "")
                 time_s = sum(self.seconds.get(maker, 0.0) for maker in value.makers)
                 self._timed.append((run[value.makers], time_s))
-            self._at_most(self._again[at], run[value.makers])
+            self._under(self._again[at], run[value.makers])
         for at, again in self._again.items():
             for operand in self.values[at].operands:
                 if operand in self._have:
-                    self._at_most(again, self._have[operand])
+                    self._under(again, self._have[operand])
 
-    def _at_most(self, less: Variable, more: Variable) -> None:
+    def _under(self, less: Variable, more: Variable) -> None:
         row = self._solver.Constraint(-self._solver.infinity(), 0.0)
         row.SetCoefficient(less, 1.0)
         row.SetCoefficient(more, -1.0)
 
-    def _solve(self, per_second: float, per_byte: float) -> tuple[int, float]:
-        """Bytes and seconds of the best choice."""
+    def _solve(self, per_second: float, per_byte: float) -> tuple[int, float] | None:
+        """Bytes and seconds of the best choice; None if the solver gave up."""
         weights: dict[Variable, float] = {run: per_second * time_s for run, time_s in self._timed}
         for at, have in self._have.items():
             weights[have] = per_byte * self.num_bytes[at]
         for at, again in self._again.items():
             weights[again] = -per_byte * self.num_bytes[at]
         objective = self._solver.Objective()
+        scale = max(map(abs, weights.values()), default=0.0) or 1.0  # tolerances are absolute
         for variable, weight in weights.items():
-            objective.SetCoefficient(variable, weight)
+            objective.SetCoefficient(variable, weight / scale)
         objective.SetMinimization()
-        self._solver.Solve()
+        if self._solver.Solve() != pywraplp.Solver.OPTIMAL and not self._solve_anew():
+            return None
         kept = self._fixed_bytes
         for at, have in self._have.items():
             share = have.solution_value()
@@ -150,18 +162,29 @@ class _Closure:
         spent_s = sum(time_s * run.solution_value() for run, time_s in self._timed)
         return kept, max(0.0, spent_s)
 
+    def _solve_anew(self) -> bool:
+        """Solve once more, without what the last answer left; whether that gave an answer."""
+        kinds = pywraplp.MPSolverParameters
+        parameters = kinds()
+        parameters.SetIntegerParam(kinds.INCREMENTALITY, kinds.INCREMENTALITY_OFF)
+        return bool(self._solver.Solve(parameters) == pywraplp.Solver.OPTIMAL)
+
     def least_bytes(self) -> int:
         """Bytes of the choice that keeps the least, whatever it takes."""
-        return self._solve(0.0, 1.0 / max(1, sum(self.num_bytes)))[0]
+        found = self._solve(0.0, 1.0 / max(1, sum(self.num_bytes)))
+        return self._fixed_bytes if found is None else found[0]
 
     def hull(self, total: int) -> list[tuple[int, float]]:
         """Corners from what is kept if nothing is made again to the leanest, seconds less slack."""
         all_s = sum(time_s for _, time_s in self._timed)
+        nothing_known = [(total, 0.0), (self._fixed_bytes, 0.0)]
         if not self._have or all_s <= 0.0 or total <= 0:
-            return [(total, 0.0), (self._fixed_bytes, 0.0)]
+            return nothing_known
         # the leanest makes everything again, for no more than the choice in which a byte is dear
-        _, lean_s = self._solve(1.0 / all_s, DEAR / total)
-        lean = (self._fixed_bytes, lean_s)
+        leanest = self._solve(1.0 / all_s, DEAR / total)
+        if leanest is None:
+            return nothing_known
+        lean = (self._fixed_bytes, leanest[1])
         points = [(total, 0.0), lean]
         waiting = [(points[0], lean)]
         while waiting and len(points) < MAX_CORNERS:
@@ -170,6 +193,8 @@ class _Closure:
             if less <= 0 or more_s <= 0:
                 continue
             found = self._solve(less / total / all_s, more_s / all_s / total)
+            if found is None:
+                return nothing_known
             line_s = fast[1] + more_s * (fast[0] - found[0]) / less
             if slow[0] < found[0] < fast[0] and found[1] < line_s - TOLERANCE * all_s:
                 points.append(found)
