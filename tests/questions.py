@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from autopar.cluster import Cluster, parse_devices
 from autopar.ir.graph import Graph
+from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
 from autopar.solver.question import Question
+from autopar.solver.search import solve
 from cost_models.analytic import AnalyticCostModel
 
 
@@ -23,3 +25,15 @@ def question(
         limit_bytes=limit or cluster.memory_bytes,
         prices=AnalyticCostModel,
     )
+
+
+def plan_for(
+    graph: Graph, devices: str | Cluster, limit: int | None = None, **given: object
+) -> Plan:
+    """The plan for a graph on a cluster under given constraints, at data-sheet prices."""
+    cluster = parse_devices(devices)
+    plan, _ = solve(
+        graph, "hash", cluster, constraints=Constraints(**given),  # type: ignore[arg-type]
+        optimizer="adamw", memory_limit_bytes=limit, cost_model=AnalyticCostModel(cluster),
+    )  # fmt: skip
+    return plan

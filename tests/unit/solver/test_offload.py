@@ -19,13 +19,12 @@ from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
 from autopar.solver.given import constraints_of
 from autopar.solver.question import Asker
-from autopar.solver.search import solve
 from autopar.solver.why_not import why_not
 from autopar.units import MIB
-from cost_models.analytic import AnalyticCostModel
 from cost_models.lanes import Lane
 from cost_models.offload import CHUNK_BYTES, offload_s_per_byte, resident_bytes
 from cost_models.plan_simulation import simulate_plan
+from tests import questions
 from tests.joint_graphs import residual_network
 from tests.questions import question
 
@@ -35,12 +34,7 @@ STATE_BYTES = 100 * MIB  # two moments of 50 MiB of parameters
 
 
 def plan_for(devices, limit: int | None = None, graph=GRAPH, **given: object) -> Plan:
-    cluster = parse_devices(devices)
-    plan, _ = solve(
-        graph, "hash", cluster, constraints=Constraints(**given),  # type: ignore[arg-type]
-        optimizer="adamw", memory_limit_bytes=limit, cost_model=AnalyticCostModel(cluster),
-    )  # fmt: skip
-    return plan
+    return questions.plan_for(graph, devices, limit, **given)
 
 
 @pytest.fixture(scope="module")

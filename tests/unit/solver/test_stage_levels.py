@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import parse_devices
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.plan.check import check_plan
 from autopar.plan.decisions import decisions_of
@@ -19,29 +18,18 @@ from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.given import constraint_words, constraints_of
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.question import Asker
-from autopar.solver.search import solve
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import StageProblem, memory_bytes, surrogate_s
 from autopar.solver.state_choice import FormChoice
 from autopar.solver.state_forms import leanest, resolved, useful, with_forms
 from autopar.solver.why_not import why_not
-from cost_models.analytic import AnalyticCostModel
 from tests.joint_graphs import residual_network
 from tests.oracle.search_cases import every_plan, shapes_of
-from tests.questions import question
+from tests.questions import plan_for, question
 
 GRAPH = residual_network(6, rows=2048, width=512, hidden=2048)
 SMALL = residual_network(3, rows=16, width=64, hidden=256)
 MESH = {"pp": 4, "dp": 2, "virtual": 1, "num_microbatches": 8}
-
-
-def plan_for(graph, devices: str, limit: int | None = None, **given: object) -> Plan:
-    cluster = parse_devices(devices)
-    plan, _ = solve(
-        graph, "hash", cluster, constraints=Constraints(**given),  # type: ignore[arg-type]
-        optimizer="adamw", memory_limit_bytes=limit, cost_model=AnalyticCostModel(cluster),
-    )  # fmt: skip
-    return plan
 
 
 def levels_of(plan: Plan) -> tuple[int, ...]:
