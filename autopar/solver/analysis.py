@@ -107,6 +107,7 @@ class Analysis:
     _joint_dp: dict[tuple[int, int], dict[str, Placement]] = field(default_factory=dict)
     _batch_size: int = 0
     _before: Analysis | None = None
+    _siblings: dict[bool | None, Analysis] = field(default_factory=dict)
     _facts: GraphFacts | None = None
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
@@ -180,15 +181,25 @@ class Analysis:
             ConstraintError: The constraints contradict the model.
         """
         own = self.constraints
-        if any(getattr(own, name) != getattr(constraints, name) for name in _SHAPING) or (
-            constraints.placements and own.tp != constraints.tp
-        ):
+        changed = {n for n in _SHAPING if getattr(own, n) != getattr(constraints, n)}
+        if changed - {"sequence_parallel"} or (constraints.placements and own.tp != constraints.tp):
             return Analysis(self.graph, self.cluster, self.model, constraints, self.optimizer)
-        other = copy.copy(self)
+        other = copy.copy(self._sibling(constraints) if changed else self)
         other.constraints = constraints
         other._check_depth()
         other._check_schedule()
         return other
+
+    def _sibling(self, constraints: Constraints) -> Analysis:
+        """The same with other splits to choose from: blocks, named dims and prices are kept."""
+        wish = constraints.sequence_parallel
+        if wish not in self._siblings:
+            other = copy.copy(self)
+            other._siblings = {self.constraints.sequence_parallel: self}
+            other._requests, other._problems, other.shared = {}, {}, {}
+            other._before = None
+            self._siblings[wish] = other
+        return self._siblings[wish]
 
     def on(self, cluster: Cluster, model: CostModel) -> Analysis:
         """The same model on another cluster; what does not depend on it is shared.
@@ -204,6 +215,7 @@ class Analysis:
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
         other._groups, other.shared, other._before = {}, {}, None
+        other._siblings = {}
         other.optimizer_s_per_byte = other._update_s_per_byte()
         if isinstance(model, Comparable) and model.prices_like(self.model):
             other._before = self

@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from autopar.errors import InfeasibleError
 from autopar.plan.types import ScheduleKind
@@ -96,15 +95,7 @@ class Ranker:
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # neither depends on the limit, nor on constraints other than this one: searches that ask
-        # about the same model again go on with what earlier ones worked out
-        shared, key = (
-            self.analysis.shared,
-            f"bodies and menus, {self.analysis.constraints.recompute}",
-        )
-        if key not in shared:
-            shared[key] = Work.of(self.analysis)
-        work = cast("Work", shared[key])
+        work = Work.of(self.analysis)
         self.bodies, self.tables = work.bodies, work.tables
         self.problems = ShapeProblems(self.analysis)
 

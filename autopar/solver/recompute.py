@@ -34,6 +34,7 @@ from itertools import pairwise
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.errors import AutoparError
+from autopar.solver.programs import Program
 from autopar.solver.recompute_problem import (
     ALWAYS_KEPT,
     ALWAYS_REMADE,
@@ -113,11 +114,11 @@ def menu_of(
 @dataclass(slots=True)
 class _Search:
     problem: RecomputeProblem
-    _model: mathopt.Model = field(init=False)
-    _budget: mathopt.LinearConstraint = field(init=False)
-    _remade: dict[int, mathopt.Variable | None] = field(default_factory=dict)
-    _seconds: dict[mathopt.Variable, float] = field(default_factory=dict)
-    _bytes: dict[mathopt.Variable, float] = field(default_factory=dict)
+    _program: Program = field(init=False)
+    _budget: int = 0  # row (6)
+    _remade: dict[int, int | None] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)
+    _bytes: dict[int, float] = field(default_factory=dict)
     _unit_s: float = 1.0
     _unit_bytes: float = 1.0
     _step_bytes: int = 0
@@ -129,60 +130,57 @@ class _Search:
         self._unit_s = everything.extra_s or 1.0
         self._unit_bytes = float(max(nothing.saved_bytes, 1))
         self._step_bytes = int(nothing.saved_bytes * STEP)
-        self._model = mathopt.Model(name="recompute")
+        self._program = Program("recompute")
         self._rows()
 
     # -- the program ---------------------------------------------------------------------------
     def _rows(self) -> None:
         """Rows (1) to (6)."""
-        problem, model = self.problem, self._model
+        problem, program = self.problem, self._program
         count = len(problem.ops)
-        needed: dict[int, mathopt.Variable] = {}
+        needed: dict[int, int] = {}
         cone = self._cone()
         first = set(problem.first_reads)
         members: dict[int, list[int]] = {}
         for value in cone:
             if value < count and problem.ops[value].group >= 0:
                 members.setdefault(problem.ops[value].group, []).append(value)
-        shared = {g: model.add_binary_variable() for g, m in members.items() if len(m) > 1}
-        stored: dict[int, mathopt.Variable] = {}
+        shared = {g: program.column() for g, m in members.items() if len(m) > 1}
+        stored: dict[int, int] = {}
         for value in cone:
-            lower = 1.0 if value in first else 0.0  # (1)
-            have = model.add_variable(lb=lower, ub=1.0, is_integer=True)
+            have = program.column(1.0 if value in first else 0.0)  # (1)
             needed[value] = have
             again = self._again(value, have, shared)
-            for storage in problem.holds(value) if again is not have else ():
+            for storage in problem.holds(value) if again != have else ():
                 if not problem.kept_bytes[storage]:
                     continue
                 if storage not in stored:
-                    stored[storage] = model.add_variable(lb=0.0, ub=1.0)
+                    stored[storage] = program.column(is_integer=False)
                     self._bytes[stored[storage]] = problem.kept_bytes[storage] / self._unit_bytes
-                kept = have if again is None else have - again
-                model.add_linear_constraint(stored[storage] >= kept)  # (5)
+                terms = [(stored[storage], 1.0), (have, -1.0)]
+                terms += [] if again is None else [(again, 1.0)]
+                program.row(terms, at_least=0.0)  # (5)
         for value, again in self._remade.items():
-            for operand in problem.ops[value].reads if again is not None else ():
-                if operand in needed:
-                    model.add_linear_constraint(again <= needed[operand])  # (2)
-        self._budget = model.add_linear_constraint(  # (6)
-            ub=1.0, expr=mathopt.LinearSum(v * c for v, c in self._bytes.items())
-        )
+            for operand in dict.fromkeys(problem.ops[value].reads):
+                if again is not None and operand in needed and needed[operand] != again:
+                    program.row([(again, 1.0), (needed[operand], -1.0)], at_most=0.0)  # (2)
+        self._budget = program.row(self._bytes.items(), at_most=1.0)  # (6)
 
-    def _again(
-        self, value: int, have: mathopt.Variable, shared: dict[int, mathopt.Variable]
-    ) -> mathopt.Variable | None:
+    def _again(self, value: int, have: int, shared: dict[int, int]) -> int | None:
         """``b`` of a value; None where it is never made again."""
-        problem, model = self.problem, self._model
+        problem, program = self.problem, self._program
         if value >= len(problem.ops) or problem.ops[value].group == ALWAYS_KEPT:
             return None  # (3)
         op = problem.ops[value]
         if op.group == ALWAYS_REMADE:
             self._remade[value] = have  # (3)
             return have
-        again = model.add_variable(lb=0.0, ub=1.0, is_integer=True)
-        model.add_linear_constraint(again <= have)
+        again = program.column()
+        program.row([(again, 1.0), (have, -1.0)], at_most=0.0)
         if op.group in shared:
-            model.add_linear_constraint(again <= shared[op.group])  # (4)
-            model.add_linear_constraint(again >= have + shared[op.group] - 1.0)  # (4)
+            whole = shared[op.group]
+            program.row([(again, 1.0), (whole, -1.0)], at_most=0.0)  # (4)
+            program.row([(again, 1.0), (have, -1.0), (whole, -1.0)], at_least=-1.0)  # (4)
         self._seconds[again] = op.seconds / self._unit_s
         self._remade[value] = again
         return again
@@ -215,7 +213,7 @@ class _Search:
 
     def at(self, budget_bytes: int) -> MenuPoint:
         """The fastest choice within a budget."""
-        self._budget.upper_bound = (budget_bytes + 0.5) / self._unit_bytes
+        self._program.limit(self._budget, (budget_bytes + 0.5) / self._unit_bytes)
         found, gap = self._solve(self._seconds, self._bytes)
         return self._point(found, gap)
 
@@ -223,24 +221,21 @@ class _Search:
         names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
         return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
 
-    def _solve(
-        self, first: dict[mathopt.Variable, float], second: dict[mathopt.Variable, float]
-    ) -> tuple[Figures, float]:
+    def _solve(self, first: dict[int, float], second: dict[int, float]) -> tuple[Figures, float]:
         """Figures of the best choice by ``first``, ties by ``second``, and the proven gap."""
-        terms = [v * c for v, c in first.items()]
-        terms += [v * (c * TIE_WEIGHT) for v, c in second.items()]
-        self._model.minimize(mathopt.LinearSum(terms) if terms else 0.0)
+        prices = dict(first)
+        for column, price in second.items():
+            prices[column] = prices.get(column, 0.0) + price * TIE_WEIGHT
         parameters = mathopt.SolveParameters(
             node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=0.0,
             absolute_gap_tolerance=0.0,
         )  # fmt: skip
-        result = mathopt.solve(self._model, mathopt.SolverType.GSCIP, params=parameters)
-        if not result.has_primal_feasible_solution():
+        result, values = self._program.solved(prices, parameters)
+        if not values:
             raise AutoparError(
                 f"the recompute problem of {len(self.problem.ops)} operators ended without a "
                 f"choice ({result.termination.reason.name}); report it with the model"
             )
-        values = result.variable_values()
         chosen = {
             self.problem.ops[i].group
             for i, again in self._remade.items()
@@ -255,7 +250,7 @@ class _Search:
     # -- menus ---------------------------------------------------------------------------------
     def corners(self, points: list[MenuPoint]) -> None:
         """Add the corners of the lower convex hull to a menu that has its ends."""
-        self._budget.upper_bound = 2.0  # binds nothing
+        self._program.limit(self._budget, 2.0)  # binds nothing
         waiting = [(points[0], points[-1])]
         while waiting:
             fast, lean = waiting.pop()
