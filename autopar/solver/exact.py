@@ -80,8 +80,9 @@ class ExactFigures:
     @property
     def peak_at(self) -> str:
         """When the worst device has most alive, in words."""
-        timelines = memory_timelines(self.simulation, [stage.held for stage in self.stages])
-        return max(timelines, key=lambda t: (self.rank_bytes[t.rank], -t.rank)).peak.where
+        worst = max(range(len(self.rank_bytes)), key=lambda rank: (self.rank_bytes[rank], -rank))
+        held = [stage.held for stage in self.stages]
+        return memory_timelines(self.simulation, held, ranks=[worst])[0].peak.where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
