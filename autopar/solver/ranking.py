@@ -30,6 +30,7 @@ from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recut import Recut
+from autopar.solver.repair import repaired
 from autopar.solver.schedule_choice import (
     best_order,
     is_open_order,
@@ -39,7 +40,7 @@ from autopar.solver.schedule_choice import (
 from autopar.solver.shape_problems import ShapeProblems
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
-from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -363,12 +364,14 @@ class Ranker:
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
-            if choice_terms_s(parameters, chosen.options) is None:
-                # the body has no ZeRO: gradients may not reach the shards that this level stores
+            # the body has no ZeRO: gradients may not reach the shards that this level stores
+            options = repaired(parameters, chosen.options)
+            if options is None:
                 found = self._cut_own(shape, level, limit, exact=math.isinf(best_s))
             else:
                 known_s = min(best_s, best.estimate_s) if best is not None else best_s
-                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
+                own = chosen if options == chosen.options else replace(chosen, options=options)
+                found = self._with_splits(shape, level, limit, body, own, parameters, known_s)
             if found is None:
                 continue
             if isinstance(found, Misfit):

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from autopar.plan.schedule import Alive
 from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
 from autopar.solver.schedule_choice import sampled_counts
 from autopar.solver.stages_problem import (
@@ -69,6 +70,9 @@ class Recut:
     _first: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _held: dict[int, _Holds] = field(default_factory=dict)
+    _bytes: dict[tuple[Alive, bool], list[list[int]]] = field(default_factory=dict)
+    _transients: list[list[int]] = field(init=False)
+    _times: list[list[list[float]]] = field(init=False)
     _made: list[tuple[float, StepPaths]] = field(default_factory=list)
     _known: dict[object, _Picks | None] = field(default_factory=dict)
 
@@ -78,6 +82,13 @@ class Recut:
         self._kind, self._counts = sums.kind, sums.counts
         self._menus = sums.first  # a block of each kind
         self._first, self._steps = sums.start, sums.steps
+        menus = [problem.blocks[i].options for i in self._menus]
+        self._transients = [[o.transient_bytes for o in menu] for menu in menus]
+        self._times = [  # forward, backward, what of that makes gradients of weights
+            [[o.forward_s for o in menu] for menu in menus],
+            [[o.backward_s for o in menu] for menu in menus],
+            [[o.weight_s for o in menu] for menu in menus],
+        ]
 
     @property
     def _graphs(self) -> list[tuple[float, StepPaths]]:
@@ -220,21 +231,22 @@ class Recut:
     def _holds(self, device: int) -> _Holds:
         """What each option holds at each moment of a rank, by stage and kind."""
         if device not in self._held:
-            stages = self.problem.stages_of(device)
+            stages, nothing = self.problem.stages_of(device), Alive(0, 0)
             self._held[device] = [
-                [
-                    [
-                        [
-                            o.alive_bytes(moment[s], s) if s in moment else 0
-                            for o in self.problem.blocks[i].options
-                        ]
-                        for i in self._menus
-                    ]
-                    for s in stages
-                ]
+                [self._amounts(moment.get(s, nothing), s) for s in stages]
                 for moment in self.problem.moments(device)
             ]
         return self._held[device]
+
+    def _amounts(self, alive: Alive, stage: int) -> list[list[int]]:
+        """Bytes of each kind's options with so many micro-batches alive; stages share them."""
+        key = (alive, stage == 0)
+        if key not in self._bytes:
+            blocks = self.problem.blocks
+            self._bytes[key] = [
+                [o.alive_bytes(alive, stage) for o in blocks[i].options] for i in self._menus
+            ]
+        return self._bytes[key]
 
     def _alive_bytes(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
         """Bytes of what is alive at a moment."""
@@ -249,10 +261,10 @@ class Recut:
     def _transient_bytes(self, picks: _Picks) -> int:
         """The largest transient of the options that are taken."""
         return max(
-            option.transient_bytes
+            transient
             for rows in picks
-            for at, row in zip(self._menus, rows, strict=True)
-            for option, count in zip(self.problem.blocks[at].options, row, strict=True)
+            for row, transients in zip(rows, self._transients, strict=True)
+            for count, transient in zip(row, transients, strict=True)
             if count
         )
 
@@ -277,14 +289,14 @@ class Recut:
         forward, backward, weights = (
             [
                 sum(
-                    count * getattr(problem.blocks[self._menus[k]].options[o], name)
-                    for k, row in enumerate(rows)
-                    for o, count in enumerate(row)
+                    count * time_s
+                    for row, times in zip(rows, table, strict=True)
+                    for count, time_s in zip(row, times, strict=True)
                     if count
                 )
                 for rows in picks
             ]
-            for name in ("forward_s", "backward_s", "weight_s")
+            for table in self._times
         )
         weights[0] = backward[0]  # nothing waits for the first stage's backward
         weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]

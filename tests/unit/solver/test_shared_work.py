@@ -37,10 +37,8 @@ def planned(analysis: Analysis, wish: Constraints, limit: int | None = None) -> 
     "wish",
     [
         Constraints(recompute="none"),
-        Constraints(recompute="full"),
         Constraints(recompute={"layers.1": "none", "*": "full"}),
         Constraints(recompute="selective", sequence_parallel=True, tp=2),
-        Constraints(sequence_parallel=False, tp=2),
     ],
 )
 def test_a_plan_is_the_same_after_another_search_as_alone(wish: Constraints) -> None:
