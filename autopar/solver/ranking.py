@@ -491,20 +491,23 @@ class Ranker:
     ) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
-        key = (shape.sizes, level)
+        key, body = (shape.sizes, level), self.bodies.body(shape.sizes)
+        menus = zip(
+            problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
+        )
+        is_alike = all(
+            [o.choice for o in a.options] == [o.choice for o in b.options] for a, b in menus
+        )
         if key not in self._splits:
-            body = self.bodies.body(shape.sizes)
             start = self.bodies.solved(body).options
-            menus = zip(
-                problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
-            )
-            is_alike = all(len(a.options) == len(b.options) for a, b in menus)
             self.num_split_solves += 1
             found = solve_splits(problem, start=start if is_alike else None)
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
         chosen = self._splits[key]
-        table = self.tables.table(shape.sizes, problem, chosen.options, exact=exact)
+        # what the body's meshes share is not made for each of them
+        sizes, work = (body.sizes, body.problem) if is_alike else (shape.sizes, problem)
+        table = self.tables.table(sizes, work, chosen.options, problem, exact=exact)
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
     def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
