@@ -49,7 +49,8 @@ def test_options_beside_a_value_that_does_not_arrive_are_chosen_anew() -> None:
         elif found is not None:
             num_mended += 1
             mended_s = seconds(problem, found)
-            assert mended_s is not None and mended_s >= best.objective_s * (1 - 1e-9)
+            assert mended_s is not None
+            assert mended_s >= best.objective_s * (1 - 1e-9)
             assert 0 < sum(a != b for a, b in zip(found, options, strict=True)) <= 4
     assert num_mended > 10
 
@@ -68,5 +69,6 @@ def test_the_two_ends_of_one_value_get_the_options_that_cost_least() -> None:
             assert found is not None
             mended_s = seconds(problem, found)
             # going back to the best choice is one of the changes that it tries
-            assert mended_s is not None and mended_s <= best.objective_s * (1 + 1e-9)
+            assert mended_s is not None
+            assert mended_s <= best.objective_s * (1 + 1e-9)
     assert num_mended > 0

@@ -56,7 +56,8 @@ def test_bodies_under_a_rule_have_the_splits_of_those_without() -> None:
     ruled = Work.of(analysis.under(Constraints(recompute="none")))
     assert ruled is Work.of(analysis.under(Constraints(recompute="none")))
     whole, body = free.bodies.body((2, 1, 2)), ruled.bodies.body((2, 1, 2))
-    assert body is not whole and body.problem is whole.problem
+    assert body is not whole
+    assert body.problem is whole.problem
     assert ruled.bodies.solved(body) is free.bodies.solved(whole)
     assert all(len(menu.options) == 1 for menu in body.least)
     assert any(len(menu.options) > 1 for menu in whole.least)
@@ -78,7 +79,8 @@ def test_other_splits_to_choose_from_share_blocks_and_prices_alone() -> None:
     analysis = analysed()
     wish = replace(FREE, sequence_parallel=False)
     other = analysis.under(wish)
-    assert other.chain is analysis.chain and other.signatures is analysis.signatures
+    assert other.chain is analysis.chain
+    assert other.signatures is analysis.signatures
     assert other.shared is not analysis.shared
     assert analysis.under(wish).shared is other.shared
     assert other.under(FREE).shared is analysis.shared
