@@ -90,8 +90,12 @@ class Recut:
                 self._made.append((weight, graph))
         return self._made
 
-    def improved(self, starts: Starts) -> StageSolution | None:
-        """The best choice found from the cuts ``starts`` on; None if none fits."""
+    def improved(self, *starts: Starts) -> StageSolution | None:
+        """The best choice found from any of the cuts ``starts`` on; None if none fits."""
+        found = [choice for choice in map(self._improved, starts) if choice is not None]
+        return self._solution(min(found, key=lambda c: c.time_s)) if found else None
+
+    def _improved(self, starts: Starts) -> _Choice | None:
         best = self._choice(starts)
         if best is None:
             return None
@@ -108,7 +112,7 @@ class Recut:
                 if found is not None and found.time_s < best.time_s * (1 - GAIN):
                     best, moved = found, True
                     break
-        return self._solution(best)
+        return best
 
     def _solution(self, choice: _Choice) -> StageSolution:
         problem = self.problem
