@@ -55,7 +55,7 @@ TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the b
 GIB = float(1 << 30)
 SPLITTING = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV)  # backwards are run in halves
 
-CUTS_EVERY = 16  # rounds after which the best stages are told
+CUTS_EVERY = 8  # rounds after which the best stages are told
 
 Starts: TypeAlias = tuple[int, ...]
 Variable: TypeAlias = Any  # of a solver without stubs
@@ -104,7 +104,7 @@ class PathBound:
         They know what ranks wait for each other in the whole step, and what they have memory for;
         blocks are dealt in parts there, and rounded here.
         """
-        at: list[float] = []
+        at: Sequence[float] = ()
         found: dict[Starts, None] = {}
         for number, (_, at) in enumerate(self._rounds(), 1):
             if at and number % CUTS_EVERY == 0:
