@@ -9,7 +9,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 with more of its paths.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 and 6 with more of its paths.
 """
 
 from __future__ import annotations
