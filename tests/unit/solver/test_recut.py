@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.bodies import repeating_unit
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.master import Master
 from autopar.solver.path_bound import PathBound
+from autopar.solver.pipeline_bound import Floor, PipelineBound
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import alive_of, flights, simulated_s
 from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
@@ -102,6 +104,24 @@ def test_blocks_moved_from_those_cuts_make_a_shorter_step(pp: int, virtual: int,
     before_s, after_s = (simulated_s(problem.mesh, problem, found) for found in (alone, more))
     assert after_s < before_s
     assert PathBound(problem).least_s() <= after_s
+
+
+@pytest.mark.parametrize(("pp", "count"), [(3, 12), (3, 24), (4, 16)])
+def test_whole_blocks_are_less_even_and_no_cut_is_faster(pp: int, count: int):
+    problem = layers(pp, 2, count, 5)
+    unit_of = repeating_unit([b.key for b in problem.blocks])
+    floor = Floor(
+        total_s=sum(b.options[0].total_s for b in problem.blocks), unit_of=unit_of, unit_s=8.1
+    )
+    parts_s = PipelineBound(problem).least_s()
+    whole_s = PipelineBound(problem, floor).least_s()
+    n = len(problem.blocks)
+    cuts = combinations(range(1, n), problem.num_stages - 1)
+    best_s = min(
+        simulated_s(problem.mesh, problem, solution_of(problem, starts, (0,) * n))
+        for starts in cuts
+    )
+    assert parts_s * 1.01 < whole_s <= best_s
 
 
 def test_fixed_cuts_stay():
