@@ -9,7 +9,7 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 and 6 with more of its paths.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 with more of its paths.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-WORK = (1 << 15, 1 << 17, 1 << 19)  # of adding paths, by effort beyond the early ones
+WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out

@@ -35,6 +35,7 @@ from autopar.solver.step_paths import Path, StepPaths, Term, paths_of
 MAX_TRIALS = 300  # work limit: choices that are run
 MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
 MAX_MOVES = 40  # of one choice
+MOST_STARTS = 3  # cuts that blocks are moved from
 GAIN = 1e-6  # of a step, that a move must save
 
 Starts = tuple[int, ...]
@@ -91,14 +92,13 @@ class Recut:
         return self._made
 
     def improved(self, *starts: Starts) -> StageSolution | None:
-        """The best choice found from any of the cuts ``starts`` on; None if none fits."""
-        found = [choice for choice in map(self._improved, starts) if choice is not None]
-        return self._solution(min(found, key=lambda c: c.time_s)) if found else None
+        """The best choice found from the best of some cuts on; None if none of them fits."""
+        begun = [choice for choice in map(self._choice, starts) if choice is not None]
+        begun = nsmallest(MOST_STARTS, begun, key=lambda c: c.time_s)
+        found = min(map(self._improved, begun), key=lambda c: c.time_s, default=None)
+        return None if found is None else self._solution(found)
 
-    def _improved(self, starts: Starts) -> _Choice | None:
-        best = self._choice(starts)
-        if best is None:
-            return None
+    def _improved(self, best: _Choice) -> _Choice:
         trials, moved = 1, self.problem.fixed_starts is None
         count = sum(n for n, _ in sampled_counts(self.problem))
         most = min(self.max_trials, MAX_THINGS // (2 * self.problem.num_stages * count))
