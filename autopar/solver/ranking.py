@@ -52,7 +52,7 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
+WORK = (1 << 15, 1 << 18)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
@@ -510,7 +510,7 @@ class Ranker:
         table = self.tables.table(sizes, work, chosen.options, problem, exact=exact)
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
-    def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
+    def refine(self, ranked: Ranked, limit_bytes: int, *, anew: bool = False) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
         By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
@@ -519,12 +519,14 @@ class Ranker:
         Args:
             ranked: From :meth:`rank`.
             limit_bytes: Memory of a device; it may be tighter than the real one.
+            anew: Whether blocks are moved from other cuts too, not only from the known ones.
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
         is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
         if problem.virtual > 1 or is_long:
-            stages = Recut(problem).improved(ranked.stages.starts)
+            others = self.problems.likely_cuts(problem) if anew else ()
+            stages = Recut(problem).improved(ranked.stages.starts, *others)
         else:
             stages = solve_stages(problem)
         if stages is None:

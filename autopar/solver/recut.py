@@ -36,6 +36,7 @@ from autopar.solver.step_paths import Path, StepPaths, Term, paths_of
 MAX_TRIALS = 300  # work limit: choices that are run
 MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
 MAX_MOVES = 40  # of one choice
+MOST_STARTS = 3  # cuts that blocks are moved from
 GAIN = 1e-6  # of a step, that a move must save
 
 Starts = tuple[int, ...]
@@ -101,11 +102,14 @@ class Recut:
                 self._made.append((weight, graph))
         return self._made
 
-    def improved(self, starts: Starts) -> StageSolution | None:
-        """The best choice found from the cuts ``starts`` on; None if none fits."""
-        best = self._choice(starts)
-        if best is None:
-            return None
+    def improved(self, *starts: Starts) -> StageSolution | None:
+        """The best choice found from the best of some cuts on; None if none of them fits."""
+        begun = [choice for choice in map(self._choice, starts) if choice is not None]
+        begun = nsmallest(MOST_STARTS, begun, key=lambda c: c.time_s)
+        found = min(map(self._improved, begun), key=lambda c: c.time_s, default=None)
+        return None if found is None else self._solution(found)
+
+    def _improved(self, best: _Choice) -> _Choice:
         trials, moved = 1, self.problem.fixed_starts is None
         count = sum(n for n, _ in sampled_counts(self.problem))
         most = min(self.max_trials, MAX_THINGS // (2 * self.problem.num_stages * count))
@@ -119,7 +123,7 @@ class Recut:
                 if found is not None and found.time_s < best.time_s * (1 - GAIN):
                     best, moved = found, True
                     break
-        return self._solution(best)
+        return best
 
     def _solution(self, choice: _Choice) -> StageSolution:
         problem = self.problem

@@ -330,7 +330,7 @@ class MeshSearch:
             return candidate
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        found = self._ranker.refine(best, self.limit_bytes)
+        found = self._ranker.refine(best, self.limit_bytes, anew=True)
         best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
         return leveled(self._ranker, best)
 
