@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 26  # of state on the device at once, or that of the largest 
 
 
 def offload_fault(cluster: Cluster) -> str:
-    """Why optimizer state of a cluster's devices can't be priced in host memory; "" if it can."""
+    """Why copies of a cluster's devices to host memory can't be priced; "" if they can."""
     for machine in cluster.machines:
         device = machine.device
         if device.kind is not DeviceKind.CPU and not device.host_link_bytes_per_s:
@@ -32,16 +32,29 @@ def offload_fault(cluster: Cluster) -> str:
 def offload_s_per_byte(cluster: Cluster) -> float:
     """Seconds per byte of state that is brought and taken back, on the slowest device.
 
+    Raises:
+        ConstraintError: A device has no figure for its link to the host.
+    """
+    return 2 * host_copy_s_per_byte(cluster, "optimizer")
+
+
+def host_copy_s_per_byte(cluster: Cluster, what: str) -> float:
+    """Seconds per byte of a copy to host memory or back, on the slowest device.
+
     On CPUs, which have nothing to gain, a copy reads and writes the one memory that there is.
+
+    Args:
+        cluster: The devices.
+        what: What is copied, as in the constraint ``offload``.
 
     Raises:
         ConstraintError: A device has no figure for its link to the host.
     """
     fault = offload_fault(cluster)
     if fault:
-        raise ConstraintError(f"constraint offload='optimizer': {fault}")
+        raise ConstraintError(f"constraint offload={what!r}: {fault}")
     devices = [machine.device for machine in cluster.machines]
-    return 2 / min(
+    return 1 / min(
         d.memory_bandwidth_bytes_per_s / 2 if d.kind is DeviceKind.CPU else d.host_link_bytes_per_s
         for d in devices
     )

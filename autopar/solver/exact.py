@@ -16,6 +16,7 @@ from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
+from autopar.sharding.host_copies import HOST_COPIES
 from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import split_backward
@@ -31,7 +32,8 @@ from cost_models.memory_timeline import (
     order_peak,
     order_peak_bytes,
 )
-from cost_models.offload import offload_s_per_byte, resident_bytes
+from cost_models.lanes import Lane, Segment
+from cost_models.offload import host_copy_s_per_byte, offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -46,6 +48,7 @@ class StageFigures:
         collectives: Calls and bytes per step.
         num_in_flight: Most micro-batches alive at once.
         parameters: Elements of the parameters that it owns.
+        host_bytes: What it keeps of one micro-batch in host memory.
     """
 
     time: TimeParts
@@ -54,6 +57,7 @@ class StageFigures:
     collectives: tuple[CollectiveTotal, ...]
     num_in_flight: int
     parameters: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,17 +319,26 @@ def _stage(
     if isinstance(at_once, HostCosts):
         at_once = at_once.in_bursts()
 
+    copy_s_per_byte = _copy_s_per_byte(stage, setting)
+
     def price(graph: Graph, where: str, runs: int, model: CostModel = setting.model) -> ProgramCost:
-        return evaluate_program(graph, model, groups, where=where, runs=runs)
+        return evaluate_program(
+            graph, model, groups, where=where, runs=runs, copy_s_per_byte=copy_s_per_byte
+        )
 
     forward = price(stage.forward, "forward", count)
     backward = price(stage.backward, "backward", count)
     summed_s = _summing_seconds(stage, setting) * (count - 1) / count
     halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
-    weight_s = price(halves.weights, "backward", count).total_s if halves is not None else 0.0
-    backward_s = backward.total_s + summed_s
-    # views that are made again may have to copy
-    weight_s = min(weight_s + summed_s, backward_s) if halves is not None else 0.0
+    backward_s, weight_s = backward.total_s + summed_s, 0.0
+    parts = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    if halves is not None:
+        first, second = (price(g, "backward", count) for g in (halves.inputs, halves.weights))
+        parts |= {ActionKind.BACKWARD_INPUT: first, ActionKind.BACKWARD_WEIGHT: second}
+        if backward.segments:  # each half waits for its own copies
+            backward_s = first.total_s + second.total_s + summed_s
+        # views that are made again may have to copy
+        weight_s = min(second.total_s + summed_s, backward_s)
     reduce = price(stage.reduce, "once per step", reduces, at_once)
     unshard = price(stage.unshard, "once per step", 1, at_once)
     prologue = price(stage.prologue, "once per step", 1)
@@ -340,7 +353,11 @@ def _stage(
         ActionKind.SYNC_TIED: tied_s,
     }
     seconds = StageSeconds(
-        forward_s=forward.total_s, backward_s=backward_s, once_s=once, weight_s=weight_s
+        forward_s=forward.total_s,
+        backward_s=backward_s,
+        once_s=once,
+        weight_s=weight_s,
+        segments=_segments(parts, summed_s),
     )
     held = stage_memory(
         programs,
@@ -366,6 +383,8 @@ def _stage(
             optimizer_s=update_s + copy_s,
             weight_s=weight_s,
             copy_s=copy_s,
+            offload_s=forward.copy_s,
+            fetch_s=backward.copy_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
@@ -378,8 +397,31 @@ def _stage(
         ),
         num_in_flight=flights[stage.index],
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
+        host_bytes=forward.copied_bytes,
     )
     return figures, seconds, finish.total_s
+
+
+def _copy_s_per_byte(stage: StagePrograms, setting: Setting) -> float:
+    """Seconds per byte of the copies of a stage's programs; 0.0 if there are none."""
+    if not any(node.op in HOST_COPIES for node in stage.forward.nodes):
+        return 0.0
+    return host_copy_s_per_byte(setting.cluster, "activations")
+
+
+def _segments(
+    parts: Mapping[ActionKind, ProgramCost], summed_s: float
+) -> dict[ActionKind, tuple[Segment, ...]]:
+    """What the programs of a stage do beside computing; empty if they copy nothing."""
+    if not any(cost.segments for cost in parts.values()):
+        return {}
+    found = {}
+    for kind, cost in parts.items():
+        own = cost.segments or (Segment(lane=Lane.COMPUTE, seconds=cost.total_s),)
+        sums = kind is ActionKind.BACKWARD_WEIGHT or kind is ActionKind.BACKWARD
+        last = (Segment(lane=Lane.COMPUTE, seconds=summed_s),) if sums and summed_s else ()
+        found[kind] = (*own, *last)
+    return found
 
 
 def _offloaded(
