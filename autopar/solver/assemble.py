@@ -115,6 +115,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
         offload="optimizer" if analysis.offloads else "",
+        offload_window_bytes=winner.decisions.offload_window_bytes,
         constraints=_constraints(analysis, defaults),
         runners_up=_runners_up(winner, field),
         unruled=_unruled(analysis),
@@ -136,6 +137,9 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
         recompute = tuple(
             name for i in range(low, high) for name in ranked.table.recompute[i][words[i]]
         )
+        offload = tuple(
+            name for i in range(low, high) for name in ranked.table.offload[i][words[i]]
+        )
         plans.append(
             StagePlan(
                 index=index,
@@ -149,6 +153,8 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
                 memory=figures.memory,
                 time=figures.time,
                 collectives=figures.collectives,
+                offload=offload,
+                offload_bytes=figures.host_bytes,
             )
         )
     return tuple(plans)

@@ -10,6 +10,14 @@ Per value ``v`` of a block's forward: ``a[v]`` backward has it, ``b[v] <= a[v]``
     (5)   y[s] >= a[v] - b[v]         storage s of v is kept
     (6)   sum_s bytes_s y[s] <= budget
 
+Where values may be kept in host memory, ``o[u]`` says of a unit of them that it is, rows (5) become
+``y[s] >= a[v] - b[v] - o[u]``, and
+
+    (7)   c[s] >= a[v] - b[v] + o[u] - 1                  storage s is copied
+    (8)   late >= sum_s copy_s c[s] - seconds beside it   in forward, and in backward
+
+with the seconds of waiting in the objective.
+
 Without (4) and (6) every row is an implication between two variables, so the relaxation is integral
 (a closure problem); with them it nearly is, and SCIP ends at or near the root. A sum over *closed
 cones* is exact where a knapsack over single values is not: making a chain again costs all of it.
@@ -29,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
@@ -46,6 +54,7 @@ MENU_SIZE = 8
 NODE_LIMIT = 400
 HULL_TOLERANCE = 1e-7
 STEP = 2e-3  # share of all bytes that makes two choices worth telling apart
+COPY_WEIGHT = 1e-4  # of a copy's seconds beside those that are waited for
 TIE_WEIGHT = 1e-6  # of bytes beside seconds: among equally fast choices the leanest
 
 
@@ -55,6 +64,7 @@ class MenuPoint:
 
     Attributes:
         groups: Names of the operators that are made again.
+        offload: Names of the operators whose values are kept in host memory.
         figures: What it costs.
         gap_s: By how many seconds it may miss the least for its bytes; 0.0 where that is proven.
     """
@@ -62,23 +72,39 @@ class MenuPoint:
     groups: tuple[str, ...]
     figures: Figures
     gap_s: float = 0.0
+    offload: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problem: RecomputeProblem, found: Figures, gap_s: float = 0.0) -> MenuPoint:
+        """The point of a choice."""
+        return cls(
+            groups=tuple(n for g in sorted(found.remade) for n in problem.groups[g]),
+            figures=found,
+            gap_s=gap_s,
+            offload=tuple(problem.units[u] for u in sorted(found.offloaded)),
+        )
 
 
-def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple[MenuPoint, ...]:
+def recompute_menu(
+    problem: RecomputeProblem, *, size: int = MENU_SIZE, remade: Collection[int] | None = None
+) -> tuple[MenuPoint, ...]:
     """Choices from the fastest to the leanest.
 
     Args:
         problem: The block.
         size: Most points.
+        remade: Groups that are made again, where that is fixed and only what is kept in host
+            memory is free.
 
     Returns:
         At least one point; bytes fall and seconds rise from each to the next.
     """
-    nothing = figures(problem, ())
+    nothing = figures(problem, remade or ())
     everything = figures(problem, range(len(problem.groups)))
-    if not nothing.saved_bytes or not everything.remade:
-        return (MenuPoint(groups=(), figures=nothing),)
-    search = _Search(problem)
+    is_given = not problem.units and (remade is not None or not everything.remade)
+    if not nothing.saved_bytes or is_given:
+        return (MenuPoint.of(problem, nothing),)
+    search = _Search(problem, None if remade is None else frozenset(remade))
     fast, lean = search.ends()
     points = [fast]
     if lean.figures.saved_bytes < fast.figures.saved_bytes:
@@ -90,7 +116,11 @@ def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple
 
 
 def menu_of(
-    problem: RecomputeProblem, choices: Iterable[Collection[int]], *, size: int = MENU_SIZE
+    problem: RecomputeProblem,
+    choices: Iterable[Collection[int]],
+    *,
+    size: int = MENU_SIZE,
+    offloads: Iterable[Collection[int]] = (),
 ) -> tuple[MenuPoint, ...]:
     """A menu of given choices: figures are this block's own, but better choices may exist.
 
@@ -98,14 +128,18 @@ def menu_of(
         problem: The block.
         choices: Groups that are made again; what none of them improves is left out.
         size: Most points.
+        offloads: For each choice the units that are kept in host memory; none if left out.
     """
-    found = {f.remade: f for f in (figures(problem, c) for c in (*choices, ()))}
-    order = sorted(found.values(), key=lambda f: (f.extra_s, f.saved_bytes, sorted(f.remade)))
+    pairs = [*zip_longest(choices, offloads, fillvalue=()), ((), ())]
+    found = {(f.remade, f.offloaded): f for f in (figures(problem, *pair) for pair in pairs)}
+    order = sorted(
+        found.values(),
+        key=lambda f: (f.total_s, f.host_bytes, f.saved_bytes, sorted(f.remade)),
+    )
     points: list[MenuPoint] = []
     for one in order:
         if not points or one.saved_bytes < points[-1].figures.saved_bytes:
-            names = tuple(n for g in sorted(one.remade) for n in problem.groups[g])
-            points.append(MenuPoint(groups=names, figures=one, gap_s=one.extra_s))
+            points.append(MenuPoint.of(problem, one, one.total_s))
     _thin(points, size)
     return tuple(points)
 
@@ -113,6 +147,7 @@ def menu_of(
 @dataclass(slots=True)
 class _Search:
     problem: RecomputeProblem
+    only: frozenset[int] | None = None  # groups that are made again, if that is fixed
     _model: mathopt.Model = field(init=False)
     _budget: mathopt.LinearConstraint = field(init=False)
     _remade: dict[int, mathopt.Variable | None] = field(default_factory=dict)
@@ -121,12 +156,15 @@ class _Search:
     _unit_s: float = 1.0
     _unit_bytes: float = 1.0
     _step_bytes: int = 0
+    _away: dict[int, mathopt.Variable] = field(default_factory=dict)  # by unit
+    _copies: dict[int, mathopt.Variable] = field(default_factory=dict)  # by storage
 
     def __post_init__(self) -> None:
         problem = self.problem
         everything = figures(problem, range(len(problem.groups)))
-        nothing = figures(problem, ())
-        self._unit_s = everything.extra_s or 1.0
+        nothing = figures(problem, self.only or ())
+        copied = nothing.saved_bytes * problem.copy_s_per_byte if problem.units else 0.0
+        self._unit_s = everything.extra_s or copied or 1.0
         self._unit_bytes = float(max(nothing.saved_bytes, 1))
         self._step_bytes = int(nothing.saved_bytes * STEP)
         self._model = mathopt.Model(name="recompute")
@@ -158,7 +196,11 @@ class _Search:
                     stored[storage] = model.add_variable(lb=0.0, ub=1.0)
                     self._bytes[stored[storage]] = problem.kept_bytes[storage] / self._unit_bytes
                 kept = have if again is None else have - again
+                away = self._unit_away(value)
+                if away is not None:
+                    kept = kept - away
                 model.add_linear_constraint(stored[storage] >= kept)  # (5)
+            self._copied(value, have, again)
         for value, again in self._remade.items():
             for operand in problem.ops[value].reads if again is not None else ():
                 if operand in needed:
@@ -166,6 +208,52 @@ class _Search:
         self._budget = model.add_linear_constraint(  # (6)
             ub=1.0, expr=mathopt.LinearSum(v * c for v, c in self._bytes.items())
         )
+        self._late()
+
+    def _unit_away(self, value: int) -> mathopt.Variable | None:
+        """Whether a value's unit is in host memory; None if it can't be."""
+        unit = self.problem.unit(value)
+        if unit < 0:
+            return None
+        if unit not in self._away:
+            self._away[unit] = self._model.add_binary_variable()
+        return self._away[unit]
+
+    def _copied(
+        self, value: int, have: mathopt.Variable, again: mathopt.Variable | None
+    ) -> None:
+        """Row (7): a value that is kept and whose unit is away is copied."""
+        away = self._unit_away(value)
+        if away is None or again is have:
+            return
+        for storage in self.problem.holds(value):
+            copied = self._copies.get(storage)
+            if copied is None:
+                copied = self._copies[storage] = self._model.add_variable(lb=0.0, ub=1.0)
+            kept = have if again is None else have - again
+            self._model.add_linear_constraint(copied >= kept + away - 1.0)
+
+    def _late(self) -> None:
+        """Rows (8): copies run beside the block's operators; what they take longer is waited for.
+
+        Each copy has a small price of its own, so that of equal choices the one that copies less
+        is found.
+        """
+        problem = self.problem
+        if not self._copies:
+            return
+        each = {
+            v: problem.kept_bytes[s] * problem.copy_s_per_byte / self._unit_s
+            for s, v in self._copies.items()
+        }
+        whole = mathopt.LinearSum(v * c for v, c in each.items())
+        again = mathopt.LinearSum(v * c for v, c in self._seconds.items())
+        forward_s, backward_s = (s / self._unit_s for s in problem.beside_s)
+        ahead, behind = (self._model.add_variable(lb=0.0) for _ in range(2))
+        self._model.add_linear_constraint(ahead >= whole - forward_s)
+        self._model.add_linear_constraint(behind >= whole - backward_s - again)
+        self._seconds |= {v: COPY_WEIGHT * c for v, c in each.items()}
+        self._seconds |= {ahead: 1.0, behind: 1.0}
 
     def _again(
         self, value: int, have: mathopt.Variable, shared: dict[int, mathopt.Variable]
@@ -180,6 +268,8 @@ class _Search:
             return have
         again = model.add_variable(lb=0.0, ub=1.0, is_integer=True)
         model.add_linear_constraint(again <= have)
+        if self.only is not None:
+            model.add_linear_constraint(again >= have if op.group in self.only else again <= 0.0)
         if op.group in shared:
             model.add_linear_constraint(again <= shared[op.group])  # (4)
             model.add_linear_constraint(again >= have + shared[op.group] - 1.0)  # (4)
@@ -207,8 +297,15 @@ class _Search:
 
     # -- solving -------------------------------------------------------------------------------
     def ends(self) -> tuple[MenuPoint, MenuPoint]:
-        """The leanest of the fastest choices, and the fastest of (nearly) the leanest."""
-        fast = self.at(figures(self.problem, ()).saved_bytes)
+        """The leanest of the fastest choices, and the fastest of (nearly) the leanest.
+
+        The fastest one copies nothing: what a copy seems not to cost may show in a whole stage.
+        """
+        for away in self._away.values():
+            away.upper_bound = 0.0
+        fast = self.at(figures(self.problem, self.only or ()).saved_bytes)
+        for away in self._away.values():
+            away.upper_bound = 1.0
         least = self._solve(self._bytes, self._seconds)
         lean = self.at(least[0].saved_bytes + self._step_bytes)
         return fast, lean
@@ -220,8 +317,7 @@ class _Search:
         return self._point(found, gap)
 
     def _point(self, found: Figures, gap: float) -> MenuPoint:
-        names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
-        return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
+        return MenuPoint.of(self.problem, found, gap * self._unit_s)
 
     def _solve(
         self, first: dict[mathopt.Variable, float], second: dict[mathopt.Variable, float]
@@ -250,7 +346,8 @@ class _Search:
         gap = 0.0
         if not is_proven:
             gap = max(0.0, result.objective_value() - result.best_objective_bound())
-        return figures(self.problem, chosen), gap
+        away = {unit for unit, variable in self._away.items() if values[variable] > 0.5}
+        return figures(self.problem, chosen, away), gap
 
     # -- menus ---------------------------------------------------------------------------------
     def corners(self, points: list[MenuPoint]) -> None:
@@ -260,14 +357,14 @@ class _Search:
         while waiting:
             fast, lean = waiting.pop()
             less = (fast.figures.saved_bytes - lean.figures.saved_bytes) / self._unit_bytes
-            more = (lean.figures.extra_s - fast.figures.extra_s) / self._unit_s
+            more = (lean.figures.total_s - fast.figures.total_s) / self._unit_s
             weights = {v: c * less for v, c in self._seconds.items()}
             weights |= {v: c * more for v, c in self._bytes.items()}
             found, gap = self._solve(weights, {})
             point = self._point(found, gap)
-            size, time_s = found.saved_bytes / self._unit_bytes, found.extra_s / self._unit_s
+            size, time_s = found.saved_bytes / self._unit_bytes, found.total_s / self._unit_s
             lowest = lean.figures.saved_bytes / self._unit_bytes
-            line = more * lowest + less * lean.figures.extra_s / self._unit_s
+            line = more * lowest + less * lean.figures.total_s / self._unit_s
             # the lean end is not quite the leanest: what lies beyond it is no corner between them
             is_between = fast.figures.saved_bytes > found.saved_bytes > lean.figures.saved_bytes
             if is_between and more * size + less * time_s < line * (1 - HULL_TOLERANCE):
@@ -308,11 +405,11 @@ def _thin(points: list[MenuPoint], size: int) -> None:
         for at in range(1, len(points) - 1):
             a, b, c = (p.figures for p in points[at - 1 : at + 2])
             share = (a.saved_bytes - b.saved_bytes) / (a.saved_bytes - c.saved_bytes)
-            loss_s = a.extra_s + share * (c.extra_s - a.extra_s) - b.extra_s
+            loss_s = a.total_s + share * (c.total_s - a.total_s) - b.total_s
             losses.append((loss_s * (a.saved_bytes - c.saved_bytes), at))
         del points[min(losses)[1]]
 
 
 def _area(span: tuple[MenuPoint, MenuPoint, int]) -> float:
     fast, lean, floor = span
-    return (fast.figures.saved_bytes - floor) * (lean.figures.extra_s - fast.figures.extra_s)
+    return (fast.figures.saved_bytes - floor) * (lean.figures.total_s - fast.figures.total_s)

@@ -9,7 +9,11 @@ block before may be a group as well: it stands for the operators that lead to it
 
 A choice is a set of groups. What backward reads is kept, unless its operator is in the set: then
 it is made again from its own operands, which are kept or made again in turn. Views are always made
-again. :func:`figures` is the independent statement of what a choice costs; it follows
+again.
+
+What is kept may be kept in host memory instead, by *units*: all that one operator of the graph
+makes and backward keeps. Copies run beside the block's operators; what they take longer than these
+is waited for. :func:`figures` is the independent statement of what a choice costs; it follows
 :mod:`autopar.sharding.split` and :mod:`cost_models.liveness` step by step.
 """
 
@@ -75,6 +79,10 @@ class RecomputeProblem:
         backward_roots: Values that backward must yield.
         groups: Operators of the graph in each group.
         sent_roots: Those values of ``backward_roots`` that earlier blocks wait for.
+        units: Operators of the graph whose values may be kept in host memory; empty if none may.
+        unit_of: By operator its unit, -1 if it has none; empty without units.
+        copy_s_per_byte: Seconds per byte of a copy to host memory, and of one back.
+        beside_s: Seconds of the block's forward and of its backward, beside which copies run.
     """
 
     ops: tuple[BlockOp, ...]
@@ -85,6 +93,25 @@ class RecomputeProblem:
     backward_roots: tuple[int, ...]
     groups: tuple[tuple[str, ...], ...]
     sent_roots: tuple[int, ...] = ()
+    units: tuple[str, ...] = ()
+    unit_of: tuple[int, ...] = ()
+    copy_s_per_byte: float = 0.0
+    beside_s: tuple[float, float] = (0.0, 0.0)
+
+    def unit(self, value: int) -> int:
+        """Unit of a value; -1 if it has none."""
+        return self.unit_of[value] if value < len(self.unit_of) else -1
+
+    def late_s(self, num_bytes: int, extra_s: float) -> tuple[float, float]:
+        """Seconds of waiting for copies of so many bytes: in a forward, and in a backward.
+
+        Args:
+            num_bytes: Kept in host memory.
+            extra_s: Seconds of what backward makes again.
+        """
+        copy_s = num_bytes * self.copy_s_per_byte
+        forward_s, backward_s = self.beside_s
+        return max(0.0, copy_s - forward_s), max(0.0, copy_s - backward_s - extra_s)
 
     @property
     def first_reads(self) -> tuple[int, ...]:
@@ -112,20 +139,33 @@ class Figures:
     """What a choice costs.
 
     Attributes:
-        saved_bytes: Kept from forward to backward.
+        saved_bytes: Kept on the device from forward to backward.
         extra_s: Seconds of what backward makes again.
         transient_bytes: The most that is alive in one pass beyond what is kept.
         remade: Groups of the choice that are needed again; the others change nothing.
+        offloaded: Units of the choice of which something is kept.
+        host_bytes: Kept in host memory.
+        late_s: Seconds of waiting for copies, in forward and in backward.
     """
 
     saved_bytes: int
     extra_s: float
     transient_bytes: int
     remade: frozenset[int]
+    offloaded: frozenset[int] = frozenset()
+    host_bytes: int = 0
+    late_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds beyond those of a block that keeps all on the device."""
+        return self.extra_s + sum(self.late_s)
 
 
-def figures(problem: RecomputeProblem, choice: Collection[int]) -> Figures:
-    """The figures of a choice of groups."""
+def figures(
+    problem: RecomputeProblem, choice: Collection[int], offload: Collection[int] = ()
+) -> Figures:
+    """The figures of a choice of groups that are made again, and of units in host memory."""
     ops = problem.ops
     kept, again = _closure(problem, choice)
     remade = frozenset(ops[i].group for i in again if ops[i].group >= 0)
@@ -137,11 +177,20 @@ def figures(problem: RecomputeProblem, choice: Collection[int]) -> Figures:
         _peak_bytes(problem, forward, given=(), held=storages, roots=problem.forward_roots),
         _peak_bytes(problem, backward, given=storages, held=(), roots=problem.backward_roots),
     )
+    away = {value for value in kept if problem.unit(value) in offload}
+    there = {s for value in away for s in problem.holds(value)}
+    there -= {s for value in kept - away for s in problem.holds(value)}
+    host_bytes = sum(problem.kept_bytes[s] for s in there)
+    extra_s = sum(ops[i].seconds for i in sorted(again) if ops[i].group >= 0)
     return Figures(
-        saved_bytes=sum(problem.kept_bytes[s] for s in storages),
-        extra_s=sum(ops[i].seconds for i in sorted(again) if ops[i].group >= 0),
-        transient_bytes=peak,
+        saved_bytes=sum(problem.kept_bytes[s] for s in storages) - host_bytes,
+        extra_s=extra_s,
+        # what the block reads or makes of it, and as much that is under way
+        transient_bytes=peak + 2 * host_bytes,
         remade=remade,
+        offloaded=frozenset(problem.unit(value) for value in away),
+        host_bytes=host_bytes,
+        late_s=problem.late_s(host_bytes, extra_s),
     )
 
 

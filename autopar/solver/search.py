@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from time import monotonic
 
@@ -31,7 +32,7 @@ from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
-from autopar.solver.offload import either_place
+from autopar.solver.offload import best_place, places
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
@@ -40,8 +41,6 @@ from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
-from cost_models.local import is_cpu
-from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +77,15 @@ class SearchStats:
     num_columns: int = 0
     stopped_by: str = ""
 
+    def add(self, other: SearchStats) -> None:
+        """Count what another search did as well."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        for name in ("num_shapes", "num_ranked", "num_split_solves", "num_stage_solves"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_columns = max(self.num_columns, other.num_columns)
+        self.stopped_by = self.stopped_by or other.stopped_by
+
 
 def solve(  # noqa: PLR0913  the whole question in one call
     graph: Graph,
@@ -93,6 +101,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
     analysis: Analysis | None = None,
     gives_remedy: bool = True,
     hints: Sequence[Constraints] = (),
+    is_settled: bool = False,
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -110,19 +119,23 @@ def solve(  # noqa: PLR0913  the whole question in one call
         gives_remedy: Whether a refusal looks for the memory that would be enough.
         hints: Plans that people would set up, beyond the declared space too
             (:mod:`autopar.solver.hints`).
+        is_settled: Whether ``offload`` is searched as it is, not beside other places.
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
         InfeasibleError: Nothing fits; the shortfalls name the limit, both numbers and the remedy.
     """
 
-    def ask(wish: Constraints) -> Plan:
+    def ask(wish: Constraints, *, is_settled: bool = False) -> Plan:
         known = analysis or Analysis(graph, cluster, cost_model, constraints, optimizer)
-        return solve(
+        plan, stats = solve(
             graph, model_hash, cluster, constraints=wish, optimizer=optimizer,
             memory_limit_bytes=memory_limit_bytes, cost_model=cost_model, progress=progress,
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
-        )[0]  # fmt: skip
+            is_settled=is_settled,
+        )  # fmt: skip
+        search.stats.add(stats)
+        return plan
 
     search = MeshSearch(
         graph=graph,
@@ -137,12 +150,13 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     )
-    may_offload = constraints.offload == "allowed" and not is_cpu(cluster)
+    tried = () if is_settled else places(constraints, cluster)
     with no_collections():
-        if not may_offload or offload_fault(cluster):
-            plan, stats = search.run()
+        if tried:
+            search.prepare()  # refuses what contradicts the model or the cluster
+            plan, stats = best_place(partial(ask, is_settled=True), constraints, tried), search.stats
         else:
-            plan, stats = either_place(search.run, ask, constraints), search.stats
+            plan, stats = search.run()
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -582,12 +596,20 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         for block, word in zip(ranked.table.recompute, ranked.recompute_words, strict=True)
         for name in block[word]
     }
+    offload = {
+        name
+        for block, word in zip(ranked.table.offload, ranked.recompute_words, strict=True)
+        for name in block[word]
+    }
+    chosen = zip(ranked.stage_problem.blocks, ranked.stages.options, strict=True)
     starts = [low for low, _ in bounds(ranked.stages.starts, len(chain.blocks))][1:]
     return Decisions(
         axis_sizes=shape.sizes,
         choices=choices,
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
+        offload=frozenset(offload),
+        offload_window_bytes=max(block.options[at].host_bytes for block, at in chosen),
         zero_levels=ranked.zero_levels,
         gather_outputs=analysis.gathered,
     )
