@@ -55,7 +55,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> N
         target.copy_(source)
         return
     if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
+        _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream = _STREAMS[device]
     # what fills the source, or has used the target's memory before, comes first
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -65,6 +65,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> N
 
 
 def _await(copied: torch.Tensor, device: torch.device) -> None:
-    event = _COPIES.pop(copied, None)
+    event = _COPIES.pop(copied, None)  # type: ignore[no-untyped-call]
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

@@ -32,7 +32,7 @@ from autopar.solver.replan import Replan, change_of, pipelines_in_place, replan
 from autopar.solver.why_not import why_not
 
 if TYPE_CHECKING:
-    from autopar.solver.search import SearchStats
+    from autopar.solver.search_stats import SearchStats
 
 logger = logging.getLogger("autopar.progress")
 

@@ -145,8 +145,9 @@ def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     fixed.add_argument("--microbatch-statistics", action="store_true", default=None)
     fixed.add_argument("--expert-capacity", type=float, metavar="SHARES")
     fixed.add_argument(
-        "--offload", metavar="WORD", help="never, allowed; optimizer: its state in host memory"
-    )
+        "--offload", metavar="WORD[,WORD]",
+        help="never, allowed; optimizer: its state in host memory; activations: saved values there",
+    )  # fmt: skip
 
 
 def _report(found: Commands[argparse.ArgumentParser]) -> None:

@@ -49,7 +49,10 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
     "MeshShape": {"placement": ("loop", 4)},
     "StagePlan": {"offload": ([], 6), "offload_bytes": (0, 6)},
     "TimeParts": {
-        "weight_s": (0.0, 4), "copy_s": (0.0, 5), "offload_s": (0.0, 6), "fetch_s": (0.0, 6),
+        "weight_s": (0.0, 4),
+        "copy_s": (0.0, 5),
+        "offload_s": (0.0, 6),
+        "fetch_s": (0.0, 6),
     },
     "Candidate": {"terms": (None, 4), "warmup": (None, 4), "zero_levels": ([], 5)},
 }

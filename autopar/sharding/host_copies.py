@@ -2,10 +2,9 @@
 
 Forward hands such a value's copy in host memory to backward in its place::
 
-    forward    v = ...                       backward   v.in = to_device(v.host)    copy begins
-               v.out = to_host(v)    begins             v = on_device(v.in)         its end is awaited
-               v.host = on_host(v.out, v)               ... = reader(v)
-                                     awaited
+    forward    v = ...                             backward   v.in = to_device(v.host)    begins
+               v.out = to_host(v)          begins             v = on_device(v.in)         awaited
+               v.host = on_host(v.out, v)  awaited            ... = reader(v)
 
 A copy begins where its value is made and runs beside what follows. It is awaited when the next one
 would have more than a *window* of bytes under way, at the end at the latest: ``on_host`` reads the
@@ -21,8 +20,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Ref
-from autopar.ir.graph import TensorMeta
+from autopar.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Ref,
+    TensorMeta,
+)
 
 TO_HOST, ON_HOST = "local.to_host", "local.on_host"
 TO_DEVICE, ON_DEVICE = "local.to_device", "local.on_device"
@@ -74,9 +82,7 @@ def host_name(value: str) -> str:
     return f"{value}.host"
 
 
-def _with_copies_out(
-    forward: Graph, chosen: dict[str, TensorMeta], window_bytes: int
-) -> Graph:
+def _with_copies_out(forward: Graph, chosen: dict[str, TensorMeta], window_bytes: int) -> Graph:
     nodes: list[Node] = []
     waiting: deque[Node] = deque()
     under_way = 0
@@ -85,12 +91,8 @@ def _with_copies_out(
         nonlocal under_way
         source = waiting.popleft()
         under_way -= chosen[source.name].bytes
-        nodes.append(
-            _copy(
-                source, ON_HOST, host_name(source.name), f"{source.name}.out", source.name,
-                on_host=True,
-            )  # fmt: skip
-        )
+        name = source.name
+        nodes.append(_copy(source, ON_HOST, host_name(name), f"{name}.out", name, on_host=True))
 
     for node in forward.nodes:
         nodes.append(node)
@@ -113,9 +115,7 @@ def _with_copies_out(
     return Graph(forward.inputs, tuple(nodes), outputs)
 
 
-def _with_copies_in(
-    backward: Graph, chosen: dict[str, TensorMeta], window_bytes: int
-) -> Graph:
+def _with_copies_in(backward: Graph, chosen: dict[str, TensorMeta], window_bytes: int) -> Graph:
     order = _first_reads(backward, chosen)
     origins = {name: Node(name=name, op="", args=(), meta=meta) for name, meta in chosen.items()}
     unread, begun = deque(order), deque[str]()

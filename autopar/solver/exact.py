@@ -19,11 +19,12 @@ from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, Schedule
 from autopar.sharding.host_copies import HOST_COPIES
 from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
-from autopar.sharding.split_backward import split_backward
+from autopar.sharding.split_backward import BackwardHalves, split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
+from cost_models.lanes import Lane, Segment
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
 from cost_models.memory_timeline import (
@@ -32,7 +33,6 @@ from cost_models.memory_timeline import (
     order_peak,
     order_peak_bytes,
 )
-from cost_models.lanes import Lane, Segment
 from cost_models.offload import host_copy_s_per_byte, offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
@@ -304,6 +304,48 @@ def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
     return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Forward and backward of a stage; with seconds of the sums over micro-batches."""
+
+    forward: ProgramCost
+    backward: ProgramCost
+    backward_s: float
+    weight_s: float
+    halves: BackwardHalves | None
+    segments: Mapping[ActionKind, Sequence[Segment]]
+
+
+def _passes(stage: StagePrograms, setting: Setting, groups: Mapping[str, Sequence[int]]) -> _Passes:
+    count, copies_s = setting.num_microbatches, _copy_s_per_byte(stage, setting)
+
+    def price(graph: Graph, where: str) -> ProgramCost:
+        return evaluate_program(
+            graph, setting.model, groups, where=where, runs=count, copy_s_per_byte=copies_s
+        )
+
+    forward, backward = price(stage.forward, "forward"), price(stage.backward, "backward")
+    summed_s = _summing_seconds(stage, setting) * (count - 1) / count
+    halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
+    backward_s, weight_s = backward.total_s + summed_s, 0.0
+    parts = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    if halves is not None:
+        first, second = price(halves.inputs, "backward"), price(halves.weights, "backward")
+        parts |= {ActionKind.BACKWARD_INPUT: first, ActionKind.BACKWARD_WEIGHT: second}
+        if backward.segments:  # each half waits for its own copies
+            backward_s = first.total_s + second.total_s + summed_s
+        # views that are made again may have to copy
+        weight_s = min(second.total_s + summed_s, backward_s)
+    return _Passes(
+        forward=forward,
+        backward=backward,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        halves=halves,
+        segments=_segments(parts, summed_s),
+    )
+
+
 def _stage(
     programs: LocalPrograms,
     stage: StagePrograms,
@@ -319,30 +361,15 @@ def _stage(
     if isinstance(at_once, HostCosts):
         at_once = at_once.in_bursts()
 
-    copy_s_per_byte = _copy_s_per_byte(stage, setting)
+    def price(graph: Graph, runs: int, model: CostModel = setting.model) -> ProgramCost:
+        return evaluate_program(graph, model, groups, where="once per step", runs=runs)
 
-    def price(graph: Graph, where: str, runs: int, model: CostModel = setting.model) -> ProgramCost:
-        return evaluate_program(
-            graph, model, groups, where=where, runs=runs, copy_s_per_byte=copy_s_per_byte
-        )
-
-    forward = price(stage.forward, "forward", count)
-    backward = price(stage.backward, "backward", count)
-    summed_s = _summing_seconds(stage, setting) * (count - 1) / count
-    halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
-    backward_s, weight_s = backward.total_s + summed_s, 0.0
-    parts = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
-    if halves is not None:
-        first, second = (price(g, "backward", count) for g in (halves.inputs, halves.weights))
-        parts |= {ActionKind.BACKWARD_INPUT: first, ActionKind.BACKWARD_WEIGHT: second}
-        if backward.segments:  # each half waits for its own copies
-            backward_s = first.total_s + second.total_s + summed_s
-        # views that are made again may have to copy
-        weight_s = min(second.total_s + summed_s, backward_s)
-    reduce = price(stage.reduce, "once per step", reduces, at_once)
-    unshard = price(stage.unshard, "once per step", 1, at_once)
-    prologue = price(stage.prologue, "once per step", 1)
-    finish = price(stage.finish, "once per step", 1)
+    passes = _passes(stage, setting, groups)
+    forward, backward = passes.forward, passes.backward
+    reduce = price(stage.reduce, reduces, at_once)
+    unshard = price(stage.unshard, 1, at_once)
+    prologue = price(stage.prologue, 1)
+    finish = price(stage.finish, 1)
     update_s = _update_seconds(programs, stage.index, own, setting)
     tied_s = _tied_seconds(programs, own, setting)
     once = {
@@ -354,10 +381,10 @@ def _stage(
     }
     seconds = StageSeconds(
         forward_s=forward.total_s,
-        backward_s=backward_s,
+        backward_s=passes.backward_s,
         once_s=once,
-        weight_s=weight_s,
-        segments=_segments(parts, summed_s),
+        weight_s=passes.weight_s,
+        segments=passes.segments,
     )
     held = stage_memory(
         programs,
@@ -367,7 +394,7 @@ def _stage(
         num_microbatches=count,
         optimizer=setting.optimizer,
         pp=setting.mesh.pp,
-        halves=halves,
+        halves=passes.halves,
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
@@ -375,13 +402,13 @@ def _stage(
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
-            backward_s=backward_s,
+            backward_s=passes.backward_s,
             forward_comm_s=forward.comm_s,
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
             optimizer_s=update_s + copy_s,
-            weight_s=weight_s,
+            weight_s=passes.weight_s,
             copy_s=copy_s,
             offload_s=forward.copy_s,
             fetch_s=backward.copy_s,

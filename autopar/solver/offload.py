@@ -1,10 +1,10 @@
 """What is kept in host memory, where the user leaves a choice of that.
 
 The optimizer's state is in one place, all of it. Saved values go to the host block by block, as
-menus say (:mod:`autopar.solver.recompute`), but these count a copy as hidden if it is no longer than
-its block, and what a whole stage makes of that only its programs tell. Each place is searched by
-itself, so that the plan is the fastest of several and its bound the lowest of them; where nothing
-fits on the devices, host memory is the way.
+menus say (:mod:`autopar.solver.recompute`). These count a copy as hidden if it is no longer than
+its block; what a whole stage makes of that only its programs tell. So each place is searched by
+itself: the plan is the fastest of several, its bound the lowest of theirs, and where nothing fits
+on the devices, host memory is the way.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def _notes(best: Plan, first: Plan | None) -> list[str]:
     """Why something is in host memory that need not be."""
     if best is first:
         return []
-    why = "with all that may stay on the devices nothing fits"
+    why = "with all of it on the devices nothing fits"
     if first is not None:
-        why = f"with all that may stay on the devices a step takes {format_time(first.time_s)}"
+        why = f"with all of it on the devices a step takes {format_time(first.time_s)}"
     found = []
     if best.offload and (first is None or not first.offload):
         found.append(f"the optimizer's state is kept in host memory: {why}")

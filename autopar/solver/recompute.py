@@ -219,9 +219,7 @@ class _Search:
             self._away[unit] = self._model.add_binary_variable()
         return self._away[unit]
 
-    def _copied(
-        self, value: int, have: mathopt.Variable, again: mathopt.Variable | None
-    ) -> None:
+    def _copied(self, value: int, have: mathopt.Variable, again: mathopt.Variable | None) -> None:
         """Row (7): a value that is kept and whose unit is away is copied."""
         away = self._unit_away(value)
         if away is None or again is have:

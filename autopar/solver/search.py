@@ -36,6 +36,7 @@ from autopar.solver.offload import best_place, places
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
+from autopar.solver.search_stats import SearchStats
 from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
@@ -53,38 +54,6 @@ NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are t
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
-
-
-@dataclass(slots=True)
-class SearchStats:
-    """How the search went; not part of the plan.
-
-    Attributes:
-        seconds: Wall-clock seconds by phase.
-        num_shapes: Shapes of the declared space.
-        num_ranked: Shapes that got splits and cuts.
-        num_split_solves: Mixed-integer programs.
-        num_stage_solves: Cut problems.
-        num_columns: Columns of the largest mixed-integer program.
-        stopped_by: ``""``, ``"work"`` or ``"time"``.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_shapes: int = 0
-    num_ranked: int = 0
-    num_split_solves: int = 0
-    num_stage_solves: int = 0
-    num_columns: int = 0
-    stopped_by: str = ""
-
-    def add(self, other: SearchStats) -> None:
-        """Count what another search did as well."""
-        for name, seconds in other.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        for name in ("num_shapes", "num_ranked", "num_split_solves", "num_stage_solves"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.num_columns = max(self.num_columns, other.num_columns)
-        self.stopped_by = self.stopped_by or other.stopped_by
 
 
 def solve(  # noqa: PLR0913  the whole question in one call
@@ -154,7 +123,10 @@ def solve(  # noqa: PLR0913  the whole question in one call
     with no_collections():
         if tried:
             search.prepare()  # refuses what contradicts the model or the cluster
-            plan, stats = best_place(partial(ask, is_settled=True), constraints, tried), search.stats
+            plan, stats = (
+                best_place(partial(ask, is_settled=True), constraints, tried),
+                search.stats,
+            )
         else:
             plan, stats = search.run()
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats

@@ -6,24 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.ir.graph import InputKind, OutputKind
-from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
-from autopar.sharding.build import localize
-from autopar.sharding.host_copies import BEGINNINGS, HOST_COPIES, TO_DEVICE
-from autopar.solver.constraints import Constraints
-from autopar.solver.force import forced_plan
 from autopar.plan.decisions import decisions_of
+from autopar.plan.types import ScheduleKind
+from autopar.sharding.build import localize
+from autopar.sharding.host_copies import BEGINNINGS
+from autopar.solver.force import forced_plan
 from tests.equivalence.harness import problem_of, run, worst_difference
 from tests.zoo import build
 
 K = ScheduleKind
 CASES = {
-    "mb2": dict(num_microbatches=2),
-    "tp2": dict(tp=2),
-    "pp2": dict(pp=2, num_microbatches=4),
-    "pp2 x dp2, remade": dict(pp=2, dp=2, num_microbatches=2, recompute="selective"),
-    "zero bubble": dict(pp=2, num_microbatches=4, schedule=K.ZERO_BUBBLE),
-}  # fmt: skip
+    "mb2": {"num_microbatches": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "num_microbatches": 4},
+    "pp2 x dp2, remade": {"pp": 2, "dp": 2, "num_microbatches": 2, "recompute": "selective"},
+    "zero bubble": {"pp": 2, "num_microbatches": 4, "schedule": K.ZERO_BUBBLE},
+}
 
 
 def _offloaded(name, degrees, window_bytes, share=1):
