@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import Node, TensorMeta
 from autopar.sharding.host_copies import BEGINNINGS, ENDS
 from cost_models.lanes import Lane, Segment
+from cost_models.offload import CopyPrice
 
 
 @dataclass(slots=True)
@@ -20,15 +21,17 @@ class CopyLane:
     """Goes through a program, operator by operator.
 
     Attributes:
-        s_per_byte: Seconds per byte of a copy, one way.
+        price: Of a copy, one way.
         now_s: When the operators that were gone through have ended.
         copied_bytes: Bytes of all copies.
+        copy_s: Seconds of all copies.
         stalled_s: Seconds of ``now_s`` in which copies were waited for.
     """
 
-    s_per_byte: float
+    price: CopyPrice
     now_s: float = 0.0
     copied_bytes: int = 0
+    copy_s: float = 0.0
     stalled_s: float = 0.0
     _free_s: float = 0.0
     _piece_s: float = 0.0
@@ -51,11 +54,6 @@ class CopyLane:
             return False
         return True
 
-    @property
-    def copy_s(self) -> float:
-        """Seconds of all copies."""
-        return self.copied_bytes * self.s_per_byte
-
     def segments(self) -> tuple[Segment, ...]:
         """What the program does on which lane; empty if it copies nothing."""
         if not self._end_s:
@@ -66,11 +64,12 @@ class CopyLane:
     def _begin(self, node: Node) -> None:
         assert isinstance(node.meta, TensorMeta)
         size = node.meta.bytes or node.meta.host_bytes
-        seconds = size * self.s_per_byte
+        seconds = self.price.seconds(size)
         self._cut()
         self._free_s = max(self.now_s, self._free_s) + seconds
         self._end_s[node.name] = self._free_s
         self.copied_bytes += size
+        self.copy_s += seconds
         self._pieces.append(
             Segment(lane=Lane.COPY, seconds=seconds, label=node.name, overlaps=True)
         )

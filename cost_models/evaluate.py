@@ -17,9 +17,12 @@ from cost_models.copy_lane import CopyLane
 from cost_models.flops import flops as op_flops
 from cost_models.flops import tensors
 from cost_models.lanes import Segment
+from cost_models.offload import CopyPrice
 
 LAYOUT_COPY = "autopar.layout_copy"
 """Name under which a copy into another order of dims is priced."""
+
+FREE_COPIES = CopyPrice()
 
 # Positional index of the mesh axis in the arguments of a collective.
 AXIS_ARGUMENT: Mapping[str, int] = {
@@ -75,7 +78,7 @@ def evaluate_program(
     *,
     where: str = "forward",
     runs: int = 1,
-    copy_s_per_byte: float = 0.0,
+    copies: CopyPrice = FREE_COPIES,
 ) -> ProgramCost:
     """Cost of one run of ``graph``.
 
@@ -87,7 +90,7 @@ def evaluate_program(
         where: Copied into the totals.
         runs: Runs per step: counts and bytes of the totals, and their times, are multiplied by it;
             the seconds of the program are those of one run.
-        copy_s_per_byte: Seconds per byte of a copy to host memory or back.
+        copies: Price of a copy to host memory or back.
 
     Raises:
         ConfigError: A ``comm.*`` operator is unknown.
@@ -98,7 +101,7 @@ def evaluate_program(
     phase_s: dict[Phase, float] = {}
     axis_comm_s: dict[str, float] = {}
     totals: dict[tuple[str, str], list[float]] = {}
-    lane = CopyLane(copy_s_per_byte)
+    lane = CopyLane(copies)
     for node in graph.nodes:
         if lane.visit(node):
             continue

@@ -1,6 +1,9 @@
-"""Optimizer state in host memory: what its copies take, and what stays on the device.
+"""State and saved values in host memory: what copies take, and what stays on the device.
 
-After the last gradient is reduced the state comes to the device chunk by chunk, is updated with
+A copy takes a start-up, that of a kernel, and its bytes over the link to the host. Copies of saved
+values run beside operators (:mod:`cost_models.copy_lane`).
+
+Of the optimizer's state: after the last gradient is reduced the state comes to the device chunk by chunk, is updated with
 its parameters, and goes back. The copies are priced one after another and beside nothing: three
 streams that hide each other would take about as long as the slowest of them.
 
@@ -10,9 +13,24 @@ host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.cluster.device import DeviceKind
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConstraintError
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPrice:
+    """Seconds of a copy between a device and its host: ``start_s + bytes * s_per_byte``."""
+
+    s_per_byte: float = 0.0
+    start_s: float = 0.0
+
+    def seconds(self, num_bytes: int) -> float:
+        """Seconds of one copy."""
+        return self.start_s + num_bytes * self.s_per_byte
+
 
 CHUNK_BYTES = 1 << 26  # of state on the device at once, or that of the largest parameter
 
@@ -35,11 +53,11 @@ def offload_s_per_byte(cluster: Cluster) -> float:
     Raises:
         ConstraintError: A device has no figure for its link to the host.
     """
-    return 2 * host_copy_s_per_byte(cluster, "optimizer")
+    return 2 * copy_price(cluster, "optimizer").s_per_byte
 
 
-def host_copy_s_per_byte(cluster: Cluster, what: str) -> float:
-    """Seconds per byte of a copy to host memory or back, on the slowest device.
+def copy_price(cluster: Cluster, what: str) -> CopyPrice:
+    """What a copy to host memory or back takes on the slowest device.
 
     On CPUs, which have nothing to gain, a copy reads and writes the one memory that there is.
 
@@ -54,10 +72,11 @@ def host_copy_s_per_byte(cluster: Cluster, what: str) -> float:
     if fault:
         raise ConstraintError(f"constraint offload={what!r}: {fault}")
     devices = [machine.device for machine in cluster.machines]
-    return 1 / min(
+    slowest = min(
         d.memory_bandwidth_bytes_per_s / 2 if d.kind is DeviceKind.CPU else d.host_link_bytes_per_s
         for d in devices
     )
+    return CopyPrice(1 / slowest, max(d.launch_overhead_s for d in devices))
 
 
 def resident_bytes(state_bytes: int, largest_bytes: int, *, is_cpu: bool = False) -> int:

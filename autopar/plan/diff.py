@@ -189,8 +189,8 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
     if len(before.stages) != len(after.stages):
         counts = [sum(len(s.recompute) for s in plan.stages) for plan in (before, after)]
         rows.append(("operators recomputed", f"{counts[0]:,}", f"{counts[1]:,}"))
-        old, new = (sum(s.offload_bytes for s in plan.stages) for plan in (before, after))
-        rows.append(("saved values in host memory", format_bytes(old), format_bytes(new)))
+        away = [sum(s.offload_bytes for s in plan.stages) for plan in (before, after)]
+        rows.append(("saved values in host memory", format_bytes(away[0]), format_bytes(away[1])))
         return _changes(rows)
     for old, new in zip(before.stages, after.stages, strict=True):
         where = f"stage {old.index}"

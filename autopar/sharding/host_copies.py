@@ -39,6 +39,7 @@ BEGINNINGS = frozenset({TO_HOST, TO_DEVICE})
 ENDS = frozenset({ON_HOST, ON_DEVICE})
 """Operators that wait for the copy that their first operand is."""
 HOST_COPIES = BEGINNINGS | ENDS
+_HOST = ".host"
 
 
 def with_host_copies(
@@ -79,7 +80,12 @@ def offloaded_values(forward: Graph, offload: frozenset[str]) -> dict[str, Tenso
 
 def host_name(value: str) -> str:
     """Name of a value's copy in host memory."""
-    return f"{value}.host"
+    return f"{value}{_HOST}"
+
+
+def is_host_name(name: str) -> bool:
+    """Whether a saved value's name is that of a copy in host memory."""
+    return name.endswith(_HOST)
 
 
 def _with_copies_out(forward: Graph, chosen: dict[str, TensorMeta], window_bytes: int) -> Graph:

@@ -40,7 +40,7 @@ from autopar.solver.splits_structure import (
 from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
-from cost_models.offload import host_copy_s_per_byte, offload_s_per_byte
+from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
 # Constraints that change blocks, data splits or split problems; all others only leave shapes out.
@@ -167,8 +167,8 @@ class Analysis:
         return self.constraints.offloads_optimizer and self.trains
 
     @property
-    def host_copy_s_per_byte(self) -> float:
-        """Seconds per byte of a copy of saved values to host memory; 0.0 where they stay.
+    def host_copies(self) -> CopyPrice | None:
+        """What a copy of saved values to host memory takes; None where they stay.
 
         On CPUs they stay: the host's memory is theirs.
 
@@ -177,8 +177,8 @@ class Analysis:
         """
         wish = self.constraints
         if not (self.trains and wish.may_offload_activations) or is_cpu(self.cluster):
-            return 0.0
-        return host_copy_s_per_byte(self.cluster, "activations")
+            return None
+        return copy_price(self.cluster, "activations")
 
     @property
     def resident_optimizer(self) -> str:

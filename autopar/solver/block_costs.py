@@ -481,7 +481,7 @@ class _Table:
         )
         choices["tp"] = tp_choices(self.problem, self.options)
         spare = self.localizer.spares[block]
-        copy_s_per_byte = self.analysis.host_copy_s_per_byte
+        copy = self.analysis.host_copies
         problem = self.localizer.problem(
             block,
             self.sizes,
@@ -489,10 +489,10 @@ class _Table:
             lambda node, metas: self.prices.nodes_s((node,), metas),
             spare_s=sum(map(self._again_s, spare.operators)) if spare else 0.0,
             spare_bytes=self._read_bytes(spare.operators, block - 1) if spare else 0,
-            offloads=copy_s_per_byte > 0,
+            offloads=copy is not None,
         )
         problem = replace(
-            problem, copy_s_per_byte=copy_s_per_byte, beside_s=(cost.forward_s, cost.backward_s)
+            problem, copy=copy or problem.copy, beside_s=(cost.forward_s, cost.backward_s)
         )
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0

@@ -33,7 +33,7 @@ from cost_models.memory_timeline import (
     order_peak,
     order_peak_bytes,
 )
-from cost_models.offload import host_copy_s_per_byte, offload_s_per_byte, resident_bytes
+from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -49,6 +49,7 @@ class StageFigures:
         num_in_flight: Most micro-batches alive at once.
         parameters: Elements of the parameters that it owns.
         host_bytes: What it keeps of one micro-batch in host memory.
+        host_state_bytes: Optimizer state in host memory.
     """
 
     time: TimeParts
@@ -58,6 +59,7 @@ class StageFigures:
     num_in_flight: int
     parameters: int
     host_bytes: int = 0
+    host_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,11 +319,11 @@ class _Passes:
 
 
 def _passes(stage: StagePrograms, setting: Setting, groups: Mapping[str, Sequence[int]]) -> _Passes:
-    count, copies_s = setting.num_microbatches, _copy_s_per_byte(stage, setting)
+    count, copies = setting.num_microbatches, _copies(stage, setting)
 
     def price(graph: Graph, where: str) -> ProgramCost:
         return evaluate_program(
-            graph, setting.model, groups, where=where, runs=count, copy_s_per_byte=copies_s
+            graph, setting.model, groups, where=where, runs=count, copies=copies
         )
 
     forward, backward = price(stage.forward, "forward"), price(stage.backward, "backward")
@@ -398,7 +400,7 @@ def _stage(
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
-    held, copy_s = _offloaded(held, programs, stage.index, own, setting)
+    held, copy_s, state_bytes = _offloaded(held, programs, stage.index, own, setting)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
@@ -425,15 +427,16 @@ def _stage(
         num_in_flight=flights[stage.index],
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
         host_bytes=forward.copied_bytes,
+        host_state_bytes=state_bytes,
     )
     return figures, seconds, finish.total_s
 
 
-def _copy_s_per_byte(stage: StagePrograms, setting: Setting) -> float:
-    """Seconds per byte of the copies of a stage's programs; 0.0 if there are none."""
+def _copies(stage: StagePrograms, setting: Setting) -> CopyPrice:
+    """What the copies of a stage's programs to host memory take, each way."""
     if not any(node.op in HOST_COPIES for node in stage.forward.nodes):
-        return 0.0
-    return host_copy_s_per_byte(setting.cluster, "activations")
+        return CopyPrice()
+    return copy_price(setting.cluster, "activations")
 
 
 def _segments(
@@ -457,10 +460,10 @@ def _offloaded(
     stage: int,
     own: Sequence[ParamSpec],
     setting: Setting,
-) -> tuple[StageMemory, float]:
-    """Bytes of a stage, and seconds of copies, with its optimizer's state where it is kept."""
+) -> tuple[StageMemory, float, int]:
+    """With the optimizer's state where it is kept: bytes, seconds of copies, bytes on the host."""
     if not setting.offloads:
-        return held, 0.0
+        return held, 0.0, 0
     states = []
     for param in own:
         if param.owner == stage and param.requires_grad:
@@ -469,7 +472,7 @@ def _offloaded(
             states.append(optimizer_state_bytes(setting.optimizer, meta))
     here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
     copy_s = sum(states) * offload_s_per_byte(setting.cluster)
-    return replace(held, optimizer_bytes=here), copy_s
+    return replace(held, optimizer_bytes=here), copy_s, sum(states)
 
 
 def _update_seconds(

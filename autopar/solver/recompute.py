@@ -163,7 +163,7 @@ class _Search:
         problem = self.problem
         everything = figures(problem, range(len(problem.groups)))
         nothing = figures(problem, self.only or ())
-        copied = nothing.saved_bytes * problem.copy_s_per_byte if problem.units else 0.0
+        copied = problem.copy.seconds(nothing.saved_bytes) if problem.units else 0.0
         self._unit_s = everything.extra_s or copied or 1.0
         self._unit_bytes = float(max(nothing.saved_bytes, 1))
         self._step_bytes = int(nothing.saved_bytes * STEP)
@@ -241,7 +241,7 @@ class _Search:
         if not self._copies:
             return
         each = {
-            v: problem.kept_bytes[s] * problem.copy_s_per_byte / self._unit_s
+            v: problem.copy.seconds(problem.kept_bytes[s]) / self._unit_s
             for s, v in self._copies.items()
         }
         whole = mathopt.LinearSum(v * c for v, c in each.items())

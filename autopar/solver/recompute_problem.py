@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from cost_models.offload import CopyPrice
+
 ALWAYS_REMADE = -1
 ALWAYS_KEPT = -2
 
@@ -81,7 +83,7 @@ class RecomputeProblem:
         sent_roots: Those values of ``backward_roots`` that earlier blocks wait for.
         units: Operators of the graph whose values may be kept in host memory; empty if none may.
         unit_of: By operator its unit, -1 if it has none; empty without units.
-        copy_s_per_byte: Seconds per byte of a copy to host memory, and of one back.
+        copy: Price of a copy to host memory, and of one back.
         beside_s: Seconds of the block's forward and of its backward, beside which copies run.
     """
 
@@ -95,21 +97,20 @@ class RecomputeProblem:
     sent_roots: tuple[int, ...] = ()
     units: tuple[str, ...] = ()
     unit_of: tuple[int, ...] = ()
-    copy_s_per_byte: float = 0.0
+    copy: CopyPrice = CopyPrice()
     beside_s: tuple[float, float] = (0.0, 0.0)
 
     def unit(self, value: int) -> int:
         """Unit of a value; -1 if it has none."""
         return self.unit_of[value] if value < len(self.unit_of) else -1
 
-    def late_s(self, num_bytes: int, extra_s: float) -> tuple[float, float]:
-        """Seconds of waiting for copies of so many bytes: in a forward, and in a backward.
+    def late_s(self, copy_s: float, extra_s: float) -> tuple[float, float]:
+        """Seconds of waiting for copies: in a forward, and in a backward.
 
         Args:
-            num_bytes: Kept in host memory.
+            copy_s: Seconds of the copies, one way.
             extra_s: Seconds of what backward makes again.
         """
-        copy_s = num_bytes * self.copy_s_per_byte
         forward_s, backward_s = self.beside_s
         return max(0.0, copy_s - forward_s), max(0.0, copy_s - backward_s - extra_s)
 
@@ -190,7 +191,9 @@ def figures(
         remade=remade,
         offloaded=frozenset(problem.unit(value) for value in away),
         host_bytes=host_bytes,
-        late_s=problem.late_s(host_bytes, extra_s),
+        late_s=problem.late_s(
+            sum(problem.copy.seconds(problem.kept_bytes[s]) for s in sorted(there)), extra_s
+        ),
     )
 
 

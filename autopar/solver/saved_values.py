@@ -163,7 +163,7 @@ class SavedValues:
             prices: Of the same mesh.
             operator_s: Least seconds per micro-batch by variable.
         """
-        if self.analysis.host_copy_s_per_byte:
+        if self.analysis.host_copies is not None:
             return [(0, ())] * len(self._values)
         known: dict[tuple[Value, ...], Curve] = {}
         for values in self._values:
@@ -174,7 +174,7 @@ class SavedValues:
 
     def held_bytes(self, problem: SplitsProblem, prices: PriceList) -> list[int]:
         """Per block what it holds between the halves of its backward, at least."""
-        if self.analysis.host_copy_s_per_byte:
+        if self.analysis.host_copies is not None:
             return [0] * len(self._held.blocks)
         known: dict[Held, int] = {}
         for at, held in enumerate(self._held.blocks):

@@ -30,6 +30,7 @@ from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
+from autopar.solver.host_room import host_shortage
 from autopar.solver.loosen import loosened
 from autopar.solver.master import Master
 from autopar.solver.offload import best_place, places
@@ -381,7 +382,7 @@ class MeshSearch:
         limit = self.limit_bytes
         outcome = self._evaluate(analysis, ranker, ranked)
         for _ in range(TIGHTEN_TRIES):
-            if outcome.fits:
+            if outcome.fits or outcome.figures.peak_bytes <= self.limit_bytes:
                 break
             excess = max(
                 real - estimate
@@ -434,15 +435,17 @@ class MeshSearch:
             offloads=analysis.offloads,
         )
         figures = exact_figures(programs, setting)
-        fits = figures.peak_bytes <= self.limit_bytes
-        return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits)
+        host = host_shortage(figures.stages, ranked.shape.mesh, analysis.cluster)
+        fits = figures.peak_bytes <= self.limit_bytes and host is None
+        return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits, host=host)
 
     # -- nothing fits --------------------------------------------------------------------------
     def _infeasible(self, outcomes: Sequence[Outcome]) -> InfeasibleError:
         """What is closest to fitting, and the cheapest way out."""
         if not self.misfits and not outcomes:
             self._open_the_leanest()
-        rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes]
+        rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes if o.host is None]
+        hosts = [o.host.shortfall(o.ranked.shape) for o in outcomes if o.host is not None]
         nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
         rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
         rows = sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]
@@ -474,6 +477,7 @@ class MeshSearch:
             )
             for needed, shape in rows
         ]
+        shortfalls += hosts[: NUM_SHORTFALLS - len(shortfalls)]
         return InfeasibleError(text, tuple(shortfalls), num_tried=self.stats.num_ranked)
 
     def _open_the_leanest(self) -> None:
