@@ -17,12 +17,10 @@ from cost_models.copy_lane import CopyLane
 from cost_models.flops import flops as op_flops
 from cost_models.flops import tensors
 from cost_models.lanes import Segment
-from cost_models.offload import CopyPrice
+from cost_models.offload import FREE_COPIES, CopyPrice
 
 LAYOUT_COPY = "autopar.layout_copy"
 """Name under which a copy into another order of dims is priced."""
-
-FREE_COPIES = CopyPrice()
 
 # Positional index of the mesh axis in the arguments of a collective.
 AXIS_ARGUMENT: Mapping[str, int] = {

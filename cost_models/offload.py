@@ -3,9 +3,9 @@
 A copy takes a start-up, that of a kernel, and its bytes over the link to the host. Copies of saved
 values run beside operators (:mod:`cost_models.copy_lane`).
 
-Of the optimizer's state: after the last gradient is reduced the state comes to the device chunk by chunk, is updated with
-its parameters, and goes back. The copies are priced one after another and beside nothing: three
-streams that hide each other would take about as long as the slowest of them.
+The optimizer's state comes to the device chunk by chunk after the last gradient is reduced, is
+updated with its parameters, and goes back. These copies are priced one after another and beside
+nothing: three streams that hide each other would take about as long as the slowest of them.
 
 Source: the idea is that of Ren et al., "ZeRO-Offload", USENIX ATC 2021, without the update on the
 host.
@@ -32,6 +32,7 @@ class CopyPrice:
         return self.start_s + num_bytes * self.s_per_byte
 
 
+FREE_COPIES = CopyPrice()
 CHUNK_BYTES = 1 << 26  # of state on the device at once, or that of the largest parameter
 
 

@@ -9,7 +9,8 @@ Forward hands such a value's copy in host memory to backward in its place::
 A copy begins where its value is made and runs beside what follows. It is awaited when the next one
 would have more than a *window* of bytes under way, at the end at the latest: ``on_host`` reads the
 value, so that it stays until then. Backward brings values in the order in which they are read, each
-as soon as no more than the window lies there unread. Every copy that a program begins it awaits.
+when less than the window of saved values is left to be read before it: by then it has freed about
+as much of what forward kept. Every copy that a program begins it awaits.
 
 Source: the idea is that of Rhu et al., "vDNN", MICRO 2016; the window is ours.
 """
@@ -17,7 +18,7 @@ Source: the idea is that of Rhu et al., "vDNN", MICRO 2016; the window is ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autopar.ir.graph import (
@@ -122,56 +123,57 @@ def _with_copies_out(forward: Graph, chosen: dict[str, TensorMeta], window_bytes
 
 
 def _with_copies_in(backward: Graph, chosen: dict[str, TensorMeta], window_bytes: int) -> Graph:
-    order = _first_reads(backward, chosen)
+    order = _first_reads(backward)
     origins = {name: Node(name=name, op="", args=(), meta=meta) for name, meta in chosen.items()}
-    unread, begun = deque(order), deque[str]()
-    ahead = 0
+    waiting = deque(name for name in order if name in chosen)
+    unread = dict(order)
     nodes: list[Node] = []
 
-    def begin() -> None:
-        nonlocal ahead
-        name = unread.popleft()
-        ahead += chosen[name].bytes
-        begun.append(name)
+    def begin_next() -> None:
+        name = waiting.popleft()
         nodes.append(_copy(origins[name], TO_DEVICE, f"{name}.in", host_name(name), back=True))
 
-    def begin_some() -> None:
-        while unread and (not begun or ahead + chosen[unread[0]].bytes <= window_bytes):
-            begin()
+    def begin_near() -> None:
+        """Begin the copies of what is read within a window."""
+        before = 0
+        for name, size in unread.items():
+            if not waiting or before >= max(1, window_bytes):
+                return
+            if name == waiting[0]:
+                begin_next()
+            before += size
 
-    def read(names: Iterator[str]) -> None:
-        nonlocal ahead
-        found = False
-        for name in names:
-            if name not in chosen or name in done:
-                continue
-            done.add(name)
-            found = True
-            while name not in begun:
-                begin()
-            begun.remove(name)
-            ahead -= chosen[name].bytes
-            nodes.append(_copy(origins[name], ON_DEVICE, name, f"{name}.in", back=True))
+    def read(names: Iterable[str]) -> None:
+        found = [name for name in dict.fromkeys(names) if name in unread]
+        for name in found:
+            del unread[name]
+            if name in chosen:
+                while name in waiting:
+                    begin_next()
+                nodes.append(_copy(origins[name], ON_DEVICE, name, f"{name}.in", back=True))
         if found:
-            begin_some()
+            begin_near()
 
-    done: set[str] = set()
-    begin_some()
+    begin_near()
     for node in backward.nodes:
-        read(iter(node.refs()))
+        read(node.refs())
         nodes.append(node)
     read(o.value.name for o in backward.outputs if o.value is not None)
     return Graph(tuple(_inputs(backward, chosen)), tuple(nodes), backward.outputs)
 
 
-def _first_reads(backward: Graph, chosen: dict[str, TensorMeta]) -> list[str]:
-    """Chosen values in the order in which they are read first."""
+def _first_reads(backward: Graph) -> dict[str, int]:
+    """Bytes of saved values, in the order in which they are read first."""
+    sizes = {
+        i.name: i.meta.bytes
+        for i in backward.inputs
+        if i.kind is InputKind.SAVED and i.meta is not None
+    }
     found: dict[str, None] = {}
     for node in backward.nodes:
-        found.update(dict.fromkeys(r for r in node.refs() if r in chosen))
-    results = (o.value.name for o in backward.outputs if o.value is not None)
-    found.update(dict.fromkeys(r for r in results if r in chosen))
-    return list(found)
+        found.update(dict.fromkeys(node.refs()))
+    found.update(dict.fromkeys(o.value.name for o in backward.outputs if o.value is not None))
+    return {name: sizes[name] for name in found if name in sizes}
 
 
 def _inputs(backward: Graph, chosen: dict[str, TensorMeta]) -> Iterator[Input]:

@@ -18,7 +18,7 @@ from autopar.plan.types import AppliedConstraint, Plan
 from autopar.solver.constraints import Constraints, applied_constraints
 from autopar.units import format_time
 from cost_models.local import is_cpu
-from cost_models.offload import offload_fault
+from cost_models.offload import copy_price, offload_fault
 
 Words = str | tuple[str, ...] | None
 _PLACES: dict[object, tuple[Words, ...]] = {
@@ -32,12 +32,19 @@ def places(wish: Constraints, cluster: Cluster) -> tuple[Words, ...]:
     """What to search in the place of the user's ``offload``; empty if that leaves no choice.
 
     CPUs gain nothing from host memory, which is theirs; what may go there stays. Where the way to
-    the host has no figure, all stays that may.
+    the host has no figure, all stays that may; words that name what goes there are refused.
+
+    Raises:
+        ConstraintError: Saved values may go to the host by name, and the way has no figure.
     """
     own = wish.offload
     found = _PLACES.get(frozenset(own) if isinstance(own, tuple) and len(own) > 1 else own, ())
     has_no_way = own == "allowed" and bool(offload_fault(cluster))
-    return found[:1] if is_cpu(cluster) or has_no_way else found
+    if is_cpu(cluster) or has_no_way:
+        return found[:1]
+    if wish.may_offload_activations:
+        copy_price(cluster, "activations")
+    return found
 
 
 def best_place(

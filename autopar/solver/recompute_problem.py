@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from cost_models.offload import CopyPrice
+from cost_models.offload import FREE_COPIES, CopyPrice
 
 ALWAYS_REMADE = -1
 ALWAYS_KEPT = -2
@@ -97,7 +97,7 @@ class RecomputeProblem:
     sent_roots: tuple[int, ...] = ()
     units: tuple[str, ...] = ()
     unit_of: tuple[int, ...] = ()
-    copy: CopyPrice = CopyPrice()
+    copy: CopyPrice = FREE_COPIES
     beside_s: tuple[float, float] = (0.0, 0.0)
 
     def unit(self, value: int) -> int:
@@ -174,20 +174,22 @@ def figures(
     ahead = _needed(problem, [*problem.forward_roots, *kept])
     forward = [i for i in ahead if not ops[i].is_backward]
     backward = _lazy_order(problem, again)
-    peak = max(
-        _peak_bytes(problem, forward, given=(), held=storages, roots=problem.forward_roots),
-        _peak_bytes(problem, backward, given=storages, held=(), roots=problem.backward_roots),
-    )
     away = {value for value in kept if problem.unit(value) in offload}
     there = {s for value in away for s in problem.holds(value)}
     there -= {s for value in kept - away for s in problem.holds(value)}
+    peak = max(
+        _peak_bytes(problem, forward, given=(), held=storages, roots=problem.forward_roots),
+        _peak_bytes(
+            problem, backward, given=storages, held=(), roots=problem.backward_roots, again=there
+        ),
+    )
     host_bytes = sum(problem.kept_bytes[s] for s in there)
     extra_s = sum(ops[i].seconds for i in sorted(again) if ops[i].group >= 0)
     return Figures(
         saved_bytes=sum(problem.kept_bytes[s] for s in storages) - host_bytes,
         extra_s=extra_s,
-        # what the block reads or makes of it, and as much that is under way
-        transient_bytes=peak + 2 * host_bytes,
+        # what it copies out or brings back, which is no more than as much of its neighbour
+        transient_bytes=peak + host_bytes,
         remade=remade,
         offloaded=frozenset(problem.unit(value) for value in away),
         host_bytes=host_bytes,
@@ -317,6 +319,7 @@ def _peak_bytes(
     given: Collection[int],
     held: Collection[int],
     roots: Iterable[int],
+    again: Collection[int] = (),
 ) -> int:
     """The most that is alive at once while operators run in an order.
 
@@ -326,6 +329,7 @@ def _peak_bytes(
         given: Storages that are there at first and die at their last use.
         held: Storages whose bytes are counted elsewhere, also before they are made.
         roots: Values that stay to the end.
+        again: Storages in whose place, once they are read, as much for the next block is brought.
     """
     stay = {s for root in roots for s in problem.holds(root)} | set(held)
     last: dict[int, int] = {}
@@ -342,8 +346,13 @@ def _peak_bytes(
     made = {s for index in order for s in problem.ops[index].makes}
     live, peak = -sum(problem.kept_bytes[s] for s in made & set(held)), 0
     alive: set[int] = set()
+    unread = set(again)
     for position, index in enumerate(order):
         op = problem.ops[index]
+        if unread:
+            read = unread.intersection(s for value in op.reads for s in problem.holds(value))
+            live += sum(problem.kept_bytes[s] for s in read)
+            unread -= read
         for storage in op.makes:
             if storage in held:
                 live += problem.kept_bytes[storage]

@@ -282,7 +282,8 @@ def test_copies_beside_a_long_block_cost_nothing_and_short_ones_are_waited_for()
     assert hidden.saved_bytes + hidden.host_bytes == plain.saved_bytes
     bare = figures(replace(problem, beside_s=(0.0, 0.0)), (), every)
     assert bare.late_s[0] == bare.late_s[1] > bare.host_bytes * problem.copy.s_per_byte
-    assert bare.transient_bytes == plain.transient_bytes + 2 * bare.host_bytes
+    more = bare.transient_bytes - plain.transient_bytes
+    assert bare.host_bytes <= more <= 2 * bare.host_bytes
 
 
 def test_what_is_made_again_may_be_fixed():
