@@ -188,6 +188,9 @@ def _why_not(found: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("plan", metavar="PLAN.json")
     _devices_of_plan(parser)
     _decisions(parser, "the other decision", "at least one")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="compute in it: numbers change"
+    )
     parser.set_defaults(run=asking.why_not)
 
 
