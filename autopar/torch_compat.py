@@ -122,13 +122,6 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data: it is one of a :func:`fake_mode`."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
     """Exceptions by which tracing reports a value that only a real run would know."""
     from torch._subclasses.fake_tensor import (

@@ -14,15 +14,13 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.torch_compat import is_fake
-
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _COPIES = WeakIdKeyDictionary()  # what a copy fills -> the event at its end
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Begin a copy to host memory; what it returns is whole after :func:`on_host`."""
-    if is_fake(x):
+    if _is_fake(x):
         return torch.empty_like(x)
     made = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
     _copy(made, x, x.device)
@@ -37,7 +35,7 @@ def on_host(copy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def to_device(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Begin a copy back; what it returns may be read after :func:`on_device`."""
-    if is_fake(copy):
+    if _is_fake(copy):
         return torch.empty_like(copy, device=device)
     made = torch.empty_like(copy, device=device)
     _copy(made, copy, made.device)
@@ -48,6 +46,11 @@ def on_device(x: torch.Tensor) -> torch.Tensor:
     """Await a copy that was begun by :func:`to_device`."""
     _await(x, x.device)
     return x
+
+
+def _is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has no data, as while a program is emitted."""
+    return x.untyped_storage().device.type == "meta"
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.chain_sums import Chain
+from autopar.solver.option_names import option_names
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
@@ -497,7 +498,7 @@ class _Table:
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
         options, remade, away = [], {}, {}
-        for name, point in zip(_names(points, word), points, strict=True):
+        for name, point in zip(option_names(points, word), points, strict=True):
             found = point.figures
             remade[name], away[name] = point.groups, point.offload
             transient = found.transient_bytes
@@ -579,26 +580,3 @@ def _structure(problem: RecomputeProblem) -> object:
     """What blocks of other sizes have in common: who reads what, and what may be made again."""
     ops = tuple((op.reads, op.group, op.is_backward) for op in problem.ops)
     return ops, problem.groups, problem.backward_roots, len(problem.inputs), problem.unit_of
-
-
-def _names(points: Sequence[MenuPoint], word: str | None) -> list[str]:
-    """Names of options: by how much of the bytes they keep, and how much of that on the host."""
-    most = max(points[0].figures.saved_bytes, 1)
-    names: list[str] = []
-    for at, point in enumerate(points):
-        away = 100 * point.figures.host_bytes / most
-        share = 100 * point.figures.saved_bytes / most + away
-        if word is not None or point.offload:
-            kept = word or ("keep all" if not point.groups else f"keep {share:.0f}%")
-            name = f"{kept}, {away:.0f}% on the host" if point.offload else kept
-            names.append(f"{kept}, {away:.3f}% on the host" if name in names else name)
-            continue
-        name = f"keep {share:.0f}%"
-        if not point.groups:
-            name = "none"
-        elif at > 0 and at == len(points) - 1:
-            name = "full"
-        elif name in names:
-            name = f"keep {share:.3f}%"
-        names.append(name)
-    return names

@@ -372,6 +372,7 @@ def _stage(
     unshard = price(stage.unshard, 1, at_once)
     prologue = price(stage.prologue, 1)
     finish = price(stage.finish, 1)
+    costs = (forward, backward, prologue, unshard, reduce, finish)
     update_s = _update_seconds(programs, stage.index, own, setting)
     tied_s = _tied_seconds(programs, own, setting)
     once = {
@@ -417,13 +418,7 @@ def _stage(
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
-        collectives=_merged(
-            [
-                total
-                for cost in (forward, backward, prologue, unshard, reduce, finish)
-                for total in cost.collectives
-            ]
-        ),
+        collectives=_merged([t for cost in costs for t in cost.collectives]),
         num_in_flight=flights[stage.index],
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
         host_bytes=forward.copied_bytes,
