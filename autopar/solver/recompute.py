@@ -16,7 +16,7 @@ Where values may be kept in host memory, ``o[u]`` says of a unit of them that it
     (7)   c[s] >= a[v] - b[v] + o[u] - 1                  storage s is copied
     (8)   late >= sum_s copy_s c[s] - seconds beside it   in forward, and in backward
 
-with the seconds of waiting in the objective.
+with the seconds of waiting, and a share of all copies, in the objective.
 
 Without (4) and (6) every row is an implication between two variables, so the relaxation is integral
 (a closure problem); with them it nearly is, and SCIP ends at or near the root. A sum over *closed
@@ -45,6 +45,7 @@ from autopar.errors import AutoparError
 from autopar.solver.recompute_problem import (
     ALWAYS_KEPT,
     ALWAYS_REMADE,
+    UNHIDDEN,
     Figures,
     RecomputeProblem,
     figures,
@@ -54,7 +55,6 @@ MENU_SIZE = 8
 NODE_LIMIT = 400
 HULL_TOLERANCE = 1e-7
 STEP = 2e-3  # share of all bytes that makes two choices worth telling apart
-COPY_WEIGHT = 1e-4  # of a copy's seconds beside those that are waited for
 TIE_WEIGHT = 1e-6  # of bytes beside seconds: among equally fast choices the leanest
 
 
@@ -234,8 +234,7 @@ class _Search:
     def _late(self) -> None:
         """Rows (8): copies run beside the block's operators; what they take longer is waited for.
 
-        Each copy has a small price of its own, so that of equal choices the one that copies less
-        is found.
+        A share of each is waited for in any case, in forward and in backward.
         """
         problem = self.problem
         if not self._copies:
@@ -250,7 +249,7 @@ class _Search:
         ahead, behind = (self._model.add_variable(lb=0.0) for _ in range(2))
         self._model.add_linear_constraint(ahead >= whole - forward_s)
         self._model.add_linear_constraint(behind >= whole - backward_s - again)
-        self._seconds |= {v: COPY_WEIGHT * c for v, c in each.items()}
+        self._seconds |= {v: 2 * UNHIDDEN * c for v, c in each.items()}
         self._seconds |= {ahead: 1.0, behind: 1.0}
 
     def _again(

@@ -26,6 +26,8 @@ from cost_models.offload import FREE_COPIES, CopyPrice
 
 ALWAYS_REMADE = -1
 ALWAYS_KEPT = -2
+UNHIDDEN = 0.005  # of a copy's seconds, though it is no longer than its block: the last ones of a
+# forward and the first ones of a backward have nothing beside them, others come unevenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,11 @@ class RecomputeProblem:
             extra_s: Seconds of what backward makes again.
         """
         forward_s, backward_s = self.beside_s
-        return max(0.0, copy_s - forward_s), max(0.0, copy_s - backward_s - extra_s)
+        least_s = UNHIDDEN * copy_s
+        return (
+            least_s + max(0.0, copy_s - forward_s),
+            least_s + max(0.0, copy_s - backward_s - extra_s),
+        )
 
     @property
     def first_reads(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.host_room import host_shortage
-from autopar.solver.loosen import loosened
+from autopar.solver.loosen import loosened, with_fewer_copies
 from autopar.solver.master import Master
 from autopar.solver.offload import best_place, places
 from autopar.solver.ranked import Misfit, Ranked
@@ -54,6 +54,7 @@ LEAST_TRIED = 4  # shapes that are worked out whatever the clock says, until one
 NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
+WINDOWS = (4, 2, 1)  # blocks whose copies are under way: with one, any unevenness is waited for
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
 
 
@@ -323,12 +324,11 @@ class MeshSearch:
 
     def loosened(self, outcome: Outcome) -> Outcome:
         """The same with as little made again as the exact bytes allow."""
-        return loosened(
-            outcome,
-            evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
-            ranker=self._ranker,
-            limit_bytes=self.limit_bytes,
+        evaluate = partial(self._evaluate, self._analysis, self._ranker)
+        found = loosened(
+            outcome, evaluate=evaluate, ranker=self._ranker, limit_bytes=self.limit_bytes
         )
+        return with_fewer_copies(found, evaluate=evaluate)
 
     def moved(self, candidate: Ranked, limit_bytes: int, max_trials: int) -> Ranked:
         """The same splits with blocks moved, under another limit.
@@ -411,11 +411,17 @@ class MeshSearch:
 
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
-        decisions = decisions_for(analysis, ranked)
-        programs = localize(
-            analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
-        )
-        outcome = self._priced(analysis, ranked, decisions, programs)
+        chosen = decisions_for(analysis, ranked)
+        window = chosen.offload_window_bytes
+        found: list[tuple[Outcome, Decisions, LocalPrograms]] = []
+        for blocks in WINDOWS if chosen.offload else (1,):
+            decisions = replace(chosen, offload_window_bytes=blocks * window)
+            programs = localize(
+                analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
+            )
+            priced = self._priced(analysis, ranked, decisions, programs)
+            found.append((priced, decisions, programs))
+        outcome, decisions, programs = min(found, key=lambda f: (not f[0].fits, f[0].step_s))
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
 
