@@ -40,7 +40,7 @@ from autopar.solver.splits_structure import (
 from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
-from cost_models.offload import offload_s_per_byte
+from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
 # Constraints that change blocks, data splits or split problems; all others only leave shapes out.
@@ -165,7 +165,21 @@ class Analysis:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer's state is kept in host memory."""
-        return self.constraints.offload == "optimizer" and self.trains
+        return self.constraints.offloads_optimizer and self.trains
+
+    @property
+    def host_copies(self) -> CopyPrice | None:
+        """What a copy of saved values to host memory takes; None where they stay.
+
+        On CPUs they stay: the host's memory is theirs.
+
+        Raises:
+            ConstraintError: They may go there, and the way has no figure.
+        """
+        wish = self.constraints
+        if not (self.trains and wish.may_offload_activations) or is_cpu(self.cluster):
+            return None
+        return copy_price(self.cluster, "activations")
 
     @property
     def resident_optimizer(self) -> str:

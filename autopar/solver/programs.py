@@ -52,6 +52,10 @@ class Program:
         """Give a row another upper limit."""
         self._limits[row] = (self._limits[row][0], at_most)
 
+    def bound(self, column: int, at_most: float) -> None:
+        """Give a column another upper limit."""
+        self._upper[column] = at_most
+
     def solved(
         self, prices: Mapping[int, float], parameters: mathopt.SolveParameters
     ) -> tuple[mathopt.SolveResult, Sequence[float]]:
@@ -61,7 +65,9 @@ class Program:
             What the solver says, and the value of every column; none if it found no solution.
         """
         message = self._message()
-        limits = message.linear_constraints
+        columns, limits = message.variables, message.linear_constraints
+        del columns.upper_bounds[:]
+        columns.upper_bounds.extend(self._upper)
         del limits.upper_bounds[:]
         limits.upper_bounds.extend([high for _, high in self._limits])
         order = sorted((column, price) for column, price in prices.items() if price)
@@ -78,12 +84,11 @@ class Program:
         return result, values
 
     def _message(self) -> model_pb2.ModelProto:
-        """The program without its prices; made once."""
+        """The program without its prices and upper limits; made once."""
         if self._made is None:
             message = self._made = model_pb2.ModelProto(name=self.name)
             message.variables.ids.extend(range(self.num_columns))
             message.variables.lower_bounds.extend(self._lower)
-            message.variables.upper_bounds.extend(self._upper)
             message.variables.integers.extend(self._integers)
             message.linear_constraints.ids.extend(range(len(self._limits)))
             message.linear_constraints.lower_bounds.extend([low for low, _ in self._limits])
