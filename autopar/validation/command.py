@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m cost_models.validate",
         description="Predict time and memory of published training runs and compare.",
     )
-    parser.add_argument("--data", type=Path, required=True, help="records, one JSON object a line")
+    parser.add_argument(
+        "--data", type=Path, required=True,
+        help="records, one JSON object a line (form: README of autopar/validation)",
+    )  # fmt: skip
     parser.add_argument("--source", help="only records with this source_id")
     parser.add_argument("--out", type=Path, help="every record's prediction as JSON")
     args = parser.parse_args(argv)
@@ -85,7 +88,7 @@ def _run(data: Path, source: str | None, out: Path | None) -> None:
 def _sources_table(found: Sequence[SourceSummary]) -> Table:
     table = _table(
         "iteration time by source: predicted over measured, less 1",
-        "records", "skipped", "timed", "median", "mean", "bias",
+        "records", "skipped", "timed", "median abs", "mean abs", "bias",
     )  # fmt: skip
     for one in found:
         cells = _cells(one.time, "median_abs", "mean_abs", "bias")
@@ -96,7 +99,7 @@ def _sources_table(found: Sequence[SourceSummary]) -> Table:
 def _memory_table(found: Sequence[SourceSummary]) -> Table:
     table = _table(
         "memory, other quantities (a layer's time or bytes) and out-of-memory verdicts",
-        "memory", "median", "bias", "other", "median", "OOM", "precision", "recall",
+        "memory", "median abs", "bias", "other", "median abs", "OOM", "precision", "recall",
     )  # fmt: skip
     for one in found:
         failed = one.verdicts.hits + one.verdicts.misses
