@@ -131,4 +131,5 @@ def _questions(
         devices=devices,
         cost_per_hour=prices,
         time_limit_s=args.time_limit,
+        profile=args.profile,
     )

@@ -7,8 +7,8 @@ from math import isfinite
 
 from autopar.validation.errors import SkipRecord
 
-# Figures above these, or below those of LEAST, are slips of the pen or of the unit: many times, or a
-# small part of, what was ever built or run.
+# Figures above these, or below those of LEAST, are slips of the pen or of the unit: far from what
+# was ever built or run.
 MOST: Mapping[str, float] = {
     "hardware.n_gpus": 2**17, "hardware.gpus_per_node": 2**10, "model.layers": 2**14,
     "model.hidden": 2**20, "model.heads": 2**14, "model.kv_heads": 2**14, "model.ffn": 2**22,

@@ -77,7 +77,9 @@ def test_a_whole_record_is_read_and_says_what_it_assumed():
         (changed(parallel={"dp": 5, "gbs": 40}), "the degrees use 20"),
         (
             changed(
-                kind="layer_time", hardware={"n_gpus": 3}, measured={"layer_fwd_ms": 1.0},
+                kind="layer_time",
+                hardware={"n_gpus": 3},
+                measured={"layer_fwd_ms": 1.0},
             ),
             "n_gpus is 3, but the degrees use 16",
         ),
