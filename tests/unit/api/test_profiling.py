@@ -20,7 +20,7 @@ from autopar.errors import ConfigError
 from cost_models.analytic import AnalyticCostModel
 from cost_models.local import local_cluster
 from cost_models.measure import measure_local_device
-from cost_models.profile import PointKind, Profile, profile_cache_path, save_profile
+from cost_models.profile import Point, PointKind, Profile, profile_cache_path, save_profile
 from cost_models.profiled import ProfiledCostModel
 
 K = PointKind
@@ -131,10 +131,13 @@ def test_a_named_profile_prices_plans_for_its_machine_and_no_other(profile, tmp_
 
 def test_a_model_is_planned_and_asked_about_with_a_named_profile(profile, tmp_path, caplog):
     path = tmp_path / "p.json"
-    save_profile(replace(profile, machine="another, 2 cores", num_cores=2), path)
+    call = Point(K.STEP, "float32", (1,), 0.5, name="call")
+    other = replace(profile, machine="another, 2 cores", num_cores=2).with_points([call])
+    save_profile(other, path)
     model, batch = torch.nn.Linear(8, 8), {"input": torch.zeros(4, 8)}
     compiled = autopar.compile(model, 2, batch, profile=path, loss=lambda out, _: out.sum())
     assert dict(compiled.plan.provenance)["prices"].startswith("profile of another, 2 cores")
+    assert any("500 ms of a step lie outside" in text for text in compiled.plan.assumptions)
     assert not profile_cache_path().exists()
     assert compiled.why_not(tp=2).verdict != "refused"
     assert "not measured" not in caplog.text  # it is not this machine's to be completed
