@@ -144,14 +144,14 @@ def _totals(found: Sequence[SourceSummary]) -> list[str]:
     lines = []
     if figures:
         lines.append(
-            f"iteration time over {sum(s.time is not None for s in found)} sources: "
+            f"iteration time over {_counted(sum(s.time is not None for s in found), 'source')}: "
             f"macro-median {figures['macro_median']:.1%}, macro-mean {figures['macro_mean']:.1%}, "
             f"bias {figures['macro_bias']:+.1%}"
         )
     memory = over_sources({s.source: s.memory for s in found})
     if memory:
         lines.append(
-            f"memory over {sum(s.memory is not None for s in found)} sources: "
+            f"memory over {_counted(sum(s.memory is not None for s in found), 'source')}: "
             f"macro-median {memory['macro_median']:.1%}, bias {memory['macro_bias']:+.1%}"
         )
     verdicts = total_verdicts(found)
@@ -184,7 +184,8 @@ def total_verdicts(found: Sequence[SourceSummary]) -> Verdicts:
 def _assumed_lines(outcomes: Sequence[Outcome]) -> list[str]:
     counts = Counter(name for o in outcomes for name in o.record.assumed)
     return [f"assumed where not stated:{'' if counts else ' nothing'}"] + [
-        f"  {name} ({count} records): {CONVENTIONS[name]}" for name, count in counts.most_common()
+        f"  {name} ({_counted(count, 'record')}): {CONVENTIONS[name]}"
+        for name, count in counts.most_common()
     ]
 
 
@@ -208,6 +209,10 @@ def _cells(errors: Errors | None, *names: str) -> list[str]:
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [v for v in values if v is not None]
     return fmean(found) if found else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _share(value: float | None) -> str:

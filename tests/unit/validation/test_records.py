@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
+import autopar.validation
 from autopar.cluster.presets import RDMA_EFFICIENCY
 from autopar.errors import ConfigError
 from autopar.validation.errors import SkipRecord
@@ -127,6 +129,13 @@ def test_a_whole_record_is_read_and_says_what_it_assumed():
 def test_what_is_missing_or_odd_is_named(entry, reason):
     with pytest.raises(SkipRecord, match=reason):
         parse_record(entry)
+
+
+def test_the_example_of_the_readme_is_a_whole_record():
+    text = Path(autopar.validation.__file__).with_name("README.md").read_text(encoding="utf-8")
+    record = parse_record(json.loads(text.split("```json")[1].split("```")[0]))
+    assert (record.source, record.measured.iteration_s) == ("ours", 1.9)
+    assert set(record.assumed) <= {"model.kv_heads", "parallel.cp"}
 
 
 def test_lines_that_cannot_be_used_are_counted_and_never_guessed(tmp_path):
