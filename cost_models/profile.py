@@ -44,6 +44,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
 from errno import EISDIR
 from math import isfinite
@@ -56,6 +57,7 @@ from autopar.ir.graph import Arg, Dtype, Meta, Ref
 FORMAT = "autopar-profile"
 VERSION = 2
 MOST = 2**63 - 1  # of a number: what lies above is damage
+_REMEDY = "delete it and profile again"
 
 
 class PointKind(StrEnum):
@@ -327,16 +329,26 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
             error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         )
         cut = " (cut short)" if is_cut else ""
+        raise ConfigError(f"{where} is not JSON{cut}: {error}; {_REMEDY}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        has = f"a {type(data).__name__}"
+        if isinstance(data, dict):
+            has = f"format {data.get('format')!r}"
         raise ConfigError(
-            f"{where} is not JSON{cut}: {error}; delete it and profile again"
-        ) from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: is a {type(data).__name__}, must be an object")
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise ConfigError(
-            f"{where}: has format {data.get('format')!r} version {data.get('version')!r}, expected "
-            f"{FORMAT!r} version {VERSION}; delete it and profile again"
+            f"{where} is no profile: has {has}, expected an object of format {FORMAT!r}; name "
+            "another file, or delete it and profile again"
         )
+    if data.get("version") != VERSION:
+        raise ConfigError(
+            f"{where}: has version {data.get('version')!r}, expected {VERSION}; {_REMEDY}"
+        )
+    try:
+        return _profile_of(data, where)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_REMEDY}") from None
+
+
+def _profile_of(data: Mapping[str, object], where: str) -> Profile:
     points = data.get("points")
     if not isinstance(points, list):
         raise ConfigError(f"{where}: points must be a list")
@@ -352,11 +364,11 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
     for i, point in enumerate(found):
         if first.setdefault(point.key, i) != i:
             raise ConfigError(
-                f"{where}: points[{i}] measures the same as points[{first[point.key]}]; keep one"
+                f"{where}: points[{i}] measures the same as points[{first[point.key]}]"
             )
     return Profile(
         machine=_text(data, "machine", where),
-        date=_text(data, "date", where),
+        date=_date(data, where),
         device=_text(data, "device", where),
         num_threads=_whole(data, "num_threads", where, least=1),
         num_cores=_whole(data, "num_cores", where, least=1),
@@ -399,6 +411,15 @@ def _text(data: Mapping[str, object], key: str, where: str, default: str | None 
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {key} is {value!r}, must be text")
     return value
+
+
+def _date(data: Mapping[str, object], where: str) -> str:
+    text = _text(data, "date", where)
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"{where}: date is {text[:40]!r}, must be in ISO form") from None
+    return text
 
 
 def _number(

@@ -149,6 +149,11 @@ def fit_profile(profile: Profile) -> Fits:
     sums: dict[int, OptimizerCurve] = {}
     waiting: dict[tuple[int, str, int], WaitCurve] = {}
     left_out: list[str] = []
+    if not any(p.kind is K.MATMUL and p.busy == 1 for p in profile.points):
+        raise ConfigError(
+            f"fit of matmuls: the {len(profile.points)} points of the profile of {profile.machine} "
+            "hold 0 of them, needs at least 4 sizes; profile again"
+        )
     for points in groups.values():
         first = points[0]
         try:

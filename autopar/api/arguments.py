@@ -27,6 +27,17 @@ def check_arguments(model: torch.nn.Module, on_unknown: str) -> None:
         raise ConfigError(f"on_unknown={on_unknown!r}: must be one of {', '.join(_ON_UNKNOWN)}")
 
 
+def file_of(name: str, value: object) -> Path | None:
+    """The path of a file that is given for ``name``; None if none is.
+
+    Raises:
+        ConfigError: It is no path.
+    """
+    if value is not None and not isinstance(value, str | Path):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; give the path of a file")
+    return None if value is None else Path(value)
+
+
 def check_module(model: object, *, of: str = "") -> None:
     """Refuse what is no model."""
     if not isinstance(model, torch.nn.Module):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from autopar.api.arguments import file_of
 from autopar.api.compiling import Devices, LossFunction, capture_call, cluster_for
 from autopar.api.questions import Questions
 from autopar.errors import ConfigError
@@ -15,7 +17,7 @@ from autopar.runtime.start import check_model
 _FROM_FILE = "figures from cluster file"
 
 
-def questions_of(
+def questions_of(  # noqa: PLR0913
     model: torch.nn.Module,
     inputs: object,
     plan: Plan,
@@ -25,6 +27,7 @@ def questions_of(
     loss: LossFunction | None = None,
     cost_per_hour: float | Mapping[str, float] | None = None,
     time_limit_s: float | None = None,
+    profile: str | Path | None = None,
 ) -> Questions:
     """Who answers what is asked about a plan.
 
@@ -37,6 +40,7 @@ def questions_of(
         loss: As in :func:`autopar.compile`.
         cost_per_hour: Price of a device, as in :func:`autopar.compile`; a plan does not keep it.
         time_limit_s: Wall-clock guard of each search.
+        profile: That the plan was made with, if it was named.
 
     Raises:
         PlanError: The plan is of another model, or of another number of devices.
@@ -47,11 +51,12 @@ def questions_of(
             f"the plan is for a cluster that came from a file ({plan.cluster}); name the file: "
             "--devices FILE, or devices="
         )
-    cluster = cluster_for(devices or plan.cluster, plan, None, cost_per_hour)
+    prices_file = file_of("profile", profile)
+    cluster = cluster_for(devices or plan.cluster, plan, None, cost_per_hour, prices_file)
     _, captured = capture_call(model, inputs, args, loss, mode=plan.mode, precision=plan.precision)
     check_model(plan, captured)
     limit_bytes = None
     if not plan.pipelines and plan.memory_limit_bytes not in (0, cluster.memory_bytes):
         limit_bytes = plan.memory_limit_bytes  # the user's: a cluster's text does not name it
         cluster = cluster.with_memory_limit(limit_bytes)
-    return Questions(captured, cluster, plan, time_limit_s, limit_bytes)
+    return Questions(captured, cluster, plan, time_limit_s, limit_bytes, prices_file)

@@ -22,6 +22,7 @@ from autopar.api.arguments import (
     check_names,
     check_word,
     chosen_mode,
+    file_of,
     precision_of,
 )
 from autopar.api.environment import (
@@ -79,6 +80,7 @@ class _Order:
     precision: str | None = None
     goal: Goal = field(default_factory=lambda: goal())
     is_limited: bool = False  # the user said how much memory a device may use
+    profile: Path | None = None
 
     def wishes(self) -> dict[str, str]:
         """Arguments that every rank must give alike; what a rank finds out itself may differ."""
@@ -118,6 +120,7 @@ def compile(  # noqa: PLR0913
     objective: str = "time",
     cost_limit: float | None = None,
     cost_per_hour: float | Mapping[str, float] | None = None,
+    profile: str | Path | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> M:
     """Plan one training step of ``model`` on ``devices``, and run it that way.
@@ -140,20 +143,19 @@ def compile(  # noqa: PLR0913
         optimizer: Kind whose state is priced: adamw, adam, sgd, sgd-momentum, adafactor or none.
         outputs: Paths of outputs that training returns whole, not with ``loss=``; with
             ``mode="inference"`` those that calls return, all if none is named.
-        seed: Seed of dropout and of weights on the meta device; independent of torch's seed.
-        rng: ``"counter"``: random numbers are a function of seed, step and element; ``"torch"``, on
-            one device alone: torch's own generator, the call then equals eager bit for bit.
+        seed: Of weights on the meta device, and of dropout: a function of it, step and element.
+        rng: ``"counter"``; on one device ``"torch"``: torch's generator, bit for bit as eager.
         mode: ``"train"``, or ``"inference"``, forwards only; that of ``plan`` if left out.
         state_dict: Whole tensors for all of the model's own, by name; or a safetensors directory.
         on_unknown: ``"replicate"`` operators without a rule, or ``"error"``.
         time_limit_s: Wall-clock guard of the search.
-        timeout_s: How long a step may last, loading and saving included, before all ranks are
-            ended; 600 seconds, or what AUTOPAR_TIMEOUT_S says, if None.
+        timeout_s: How long a step, with loading and saving, may last; AUTOPAR_TIMEOUT_S, else 600.
         precision: ``"bf16"`` or ``"fp16"`` to compute in it with float32 parameters and gradients
             (:mod:`autopar.ir.precision_rules`), ``"fp32"``; left out, the model's own dtypes.
         objective: ``"time"``, ``"cost"`` or ``"time within cost"``, see :class:`Objective`.
         cost_limit: The most that a step may cost, for ``"time within cost"``.
         cost_per_hour: Price of a device in any currency; by its name where there are several.
+        profile: File of ``autopar profile``, this machine's if None; a count is of its devices.
         constraints: Decisions that are taken already, see :class:`ConstraintOptions`.
 
     Raises:
@@ -168,12 +170,12 @@ def compile(  # noqa: PLR0913
     given_plan = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
     chosen = chosen_mode(mode, given_plan)
     order = _Order(
-        cluster=cluster_for(devices, given_plan, memory_limit, cost_per_hour),
-        plan=given_plan, given=given, goal=goal(objective, cost_limit),
-        constraints=user_constraints(constraints), loss=loss, mode=chosen, optimizer=optimizer,
-        on_unknown=on_unknown, time_limit_s=time_limit_s, timeout_s=timeout_s,
+        cluster=cluster_for(devices, given_plan, memory_limit, cost_per_hour, profile),
+        constraints=user_constraints(constraints), precision=precision_of(precision, given_plan),
+        profile=file_of("profile", profile), is_limited=memory_limit is not None, given=given,
+        goal=goal(objective, cost_limit), time_limit_s=time_limit_s, timeout_s=timeout_s, loss=loss,
+        plan=given_plan, mode=chosen, optimizer=optimizer, on_unknown=on_unknown,
         run=RunOptions(loss=loss, outputs=tuple(outputs), seed=seed, rng=rng, mode=chosen),
-        precision=precision_of(precision, given_plan), is_limited=memory_limit is not None,
     )  # fmt: skip
     return _compiled(model, _as_it_is(order) if rng == "torch" else order, inputs, args)
 
@@ -227,7 +229,7 @@ def _remember(state: CompiledState, captured: Captured, made: Plan, order: _Orde
         from autopar.api.questions import Questions  # few ask, and it takes ortools
 
         limit = order.cluster.memory_bytes if order.is_limited else None
-        return Questions(captured, order.cluster, made, order.time_limit_s, limit)
+        return Questions(captured, order.cluster, made, order.time_limit_s, limit, order.profile)
 
     state.plan = made
     state.report = functools.partial(render_plan, graph=captured.graph)
@@ -276,6 +278,7 @@ def plan(  # noqa: PLR0913
     objective: str = "time",
     cost_limit: float | None = None,
     cost_per_hour: float | Mapping[str, float] | None = None,
+    profile: str | Path | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The plan that :func:`compile` would make; the model is left as it is.
@@ -296,6 +299,7 @@ def plan(  # noqa: PLR0913
         objective: As in :func:`compile`.
         cost_limit: As in :func:`compile`.
         cost_per_hour: As in :func:`compile`.
+        profile: As in :func:`compile`.
     """
     return make_plan(
         capture_call(
@@ -316,6 +320,7 @@ def plan(  # noqa: PLR0913
         objective=objective,
         cost_limit=cost_limit,
         cost_per_hour=cost_per_hour,
+        profile=profile,
     )
 
 
@@ -332,10 +337,12 @@ def make_plan(  # noqa: PLR0913
     objective: str = "time",
     cost_limit: float | None = None,
     cost_per_hour: float | Mapping[str, float] | None = None,
+    profile: str | Path | None = None,
 ) -> Plan:
     """The solver's plan for a captured program; arguments as in :func:`plan`."""
     order = _Order(
-        cluster=cluster_for(devices, None, memory_limit, cost_per_hour),
+        cluster=cluster_for(devices, None, memory_limit, cost_per_hour, profile),
+        profile=file_of("profile", profile),
         goal=goal(objective, cost_limit),
         constraints=constraints or UserConstraints(),
         plan=None,
@@ -409,12 +416,14 @@ def cluster_for(
     plan: Plan | None,
     memory_limit: int | str | None,
     cost_per_hour: float | Mapping[str, float] | None = None,
+    profile: str | Path | None = None,
 ) -> Cluster:
     """The cluster that a call names; of a given plan, or of the launch, if it names none."""
     wanted = devices  # without it the launch counts, which is checked where it is joined
     if devices is None:
         devices = world_size() if plan is None or is_launched() else plan.num_devices
-    local = local_machine() if isinstance(devices, int | str) else None
+    prices_file = file_of("profile", profile)
+    local = local_machine(prices_file) if isinstance(devices, int | str) else None
     cluster = parse_devices(devices, memory_limit=memory_limit, local=local)
     if wanted is not None and plan is not None and plan.num_devices != cluster.num_devices:
         raise PlanError(
@@ -440,6 +449,7 @@ def _make_plan(captured: Captured, order: _Order, seconds: dict[str, float] | No
         optimizer=order.optimizer,
         goal=order.goal,
         time_limit_s=order.time_limit_s,
+        profile=order.profile,
     )
     if seconds is not None:
         seconds.update(stats.seconds)

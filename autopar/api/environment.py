@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from autopar.api.profiling import saved_profile
+from autopar.api.profiling import profiled_machine, saved_profile
 from autopar.cluster import Cluster, DeviceKind
 from autopar.errors import ConfigError
 from autopar.runtime.failure import FailFast, fail_fast
 from autopar.runtime.place import Place
 from cost_models.local import gpu_cluster, local_cluster
+from cost_models.profile import load_profile, profile_cache_path
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE")
 
@@ -83,8 +85,14 @@ def launch_command(cluster: Cluster, *, script: str = "") -> str:
     )
 
 
-def local_machine() -> Cluster:
-    """What this machine has: its GPUs, or CPU ranks."""
+def local_machine(profile: Path | None = None) -> Cluster:
+    """What this machine has: its GPUs, or CPU ranks; what another has, if its profile is named.
+
+    Raises:
+        ConfigError: The profile is damaged, or the saved one is not of this machine's CPU.
+    """
+    if profile is not None:
+        return profiled_machine(load_profile(profile))
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         return gpu_cluster(
@@ -92,7 +100,13 @@ def local_machine() -> Cluster:
             num_devices=torch.cuda.device_count(),
             memory_bytes=properties.total_memory,
         )
-    return local_cluster(saved_profile())
+    saved = saved_profile()
+    if saved is not None and saved.device != "cpu":
+        raise ConfigError(
+            f"profile {str(profile_cache_path())!r}: device is {saved.device!r}, here it is 'cpu'; "
+            "profile this machine with `autopar profile`, or delete the file"
+        )
+    return local_cluster(saved)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, ConfigError
 from autopar.ir.graph import Graph
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
-from cost_models.local import gpu_cluster
+from cost_models.local import gpu_cluster, local_cluster
 from cost_models.profile import (
     PointKind,
     Profile,
@@ -42,69 +42,130 @@ Build = Callable[[], tuple["torch.nn.Module", object]]
 """Makes the model and one global batch whose operators are measured."""
 
 
-def saved_profile() -> Profile | None:
-    """The profile of this machine, if one was measured.
+def saved_profile(path: Path | None = None) -> Profile | None:
+    """The profile in a file; of this machine, if one was measured, where no file is named.
 
     Raises:
-        ConfigError: The file is damaged or of another version; the text says what to do.
+        ConfigError: The file is damaged or of another version, or the one that is named is not
+            there; the text says what to do.
     """
+    if path is not None:
+        return load_profile(path)
     path = profile_cache_path()
     return load_profile(path) if path.exists() else None
 
 
 def prices_for(
-    cluster: Cluster, profile: Profile | None = None, graph: Graph | None = None
+    cluster: Cluster, profile: Path | None = None, graph: Graph | None = None
 ) -> CostModel:
-    """Prices for a cluster: measured ones where it is this machine and was profiled.
+    """Prices for a cluster: measured ones where it is of the machine that was profiled.
 
     Args:
         cluster: What is planned for.
-        profile: Of this machine; the saved one if left out.
-        graph: What is planned: those of its operators that the saved profile does not know are
-            measured now, for a few seconds, and added to it.
+        profile: A profile of its devices, also of another machine; the saved one of this machine
+            if left out.
+        graph: What is planned: those of its operators that a profile of this machine does not know
+            are measured now, for a few seconds, and added to it.
 
     Raises:
-        ConfigError: The saved profile is damaged, or has too few points for a fit.
+        ConfigError: The profile is damaged, has too few points for a fit, is not of the cluster's
+            devices though it was named, or is of another machine or torch than this though it was
+            not.
     """
-    found = profile or saved_profile()
-    if found is None or not _is_of(cluster, found):
+    found = saved_profile(profile)
+    if found is None:
         return AnalyticCostModel(cluster)
-    if graph is not None:
-        found = _completed(found, graph, is_saved=profile is None)
-    return ProfiledCostModel(cluster, found)
+    if not _is_of(cluster, found, is_named=profile is not None):
+        if profile is None:
+            return AnalyticCostModel(cluster)
+        raise ConfigError(
+            f"profile {str(profile)!r}: is of {found.machine} ({found.device}), the plan is for "
+            f"{cluster}; plan for devices of that kind, or leave the profile out"
+        )
+    if profile is None:
+        _check_is_of_here(found)
+    prices = ProfiledCostModel(cluster, found)  # too few points are refused before more are added
+    if graph is None:
+        return prices
+    completed = _completed(found, graph, profile)
+    return prices if completed is found else ProfiledCostModel(cluster, completed)
 
 
-def _completed(profile: Profile, graph: Graph, *, is_saved: bool) -> Profile:
-    """``profile`` with the operators of ``graph`` that it lacked, if it is of this device."""
+def _check_is_of_here(profile: Profile) -> None:
+    """Refuse the saved profile if processor, device or torch changed since it was measured.
+
+    Fewer cores are let pass: a rank may be bound to some of those that were measured.
+    """
+    from cost_models.measure import describe_machine
+
+    here = describe_machine(profile.num_threads)
+    kind = profile.machine.rpartition(",")[0]
+    if kind == here.machine.rpartition(",")[0]:
+        here = replace(here, machine=profile.machine)
+    check_same_machine(profile, here, where=f"profile {str(profile_cache_path())!r}")
+
+
+def _completed(profile: Profile, graph: Graph, named: Path | None) -> Profile:
+    """``profile`` with the operators of ``graph`` that it lacked, if it is of this machine.
+
+    Args:
+        profile: What was measured.
+        graph: What is planned.
+        named: The profile's file, if the user named one, which may be another machine's.
+    """
     from autopar.runtime.op_alone import operator_points, unseen_operators
     from cost_models.measure import describe_machine, local_meter
 
-    try:
-        check_same_machine(profile, describe_machine(profile.num_threads), where="the profile")
-    except ConfigError as error:
-        logger.warning("operators that the profile lacks are not measured: %s", error)
-        return profile
     known = {p.name.partition("(")[0] for p in profile.of_kind(PointKind.OP)}
     nodes = unseen_operators(graph, known)
-    points = operator_points(graph, nodes, local_meter(), budget_s=UNSEEN_S) if nodes else []
+    if not nodes:
+        return profile
+    path = named or profile_cache_path()
+    where = f"profile {str(path)!r}"
+    try:
+        check_same_machine(profile, describe_machine(profile.num_threads), where=where)
+    except ConfigError as error:
+        logger.log(
+            logging.WARNING if named is None else logging.DEBUG,
+            "%d operators that the profile lacks are priced by its curves, not measured: %s",
+            len(nodes), error,
+        )  # fmt: skip
+        return profile
+    points = operator_points(graph, nodes, local_meter(), budget_s=UNSEEN_S)
     if not points:
         return profile
-    logger.info("%d operators that the profile lacked were measured", len(points))
     profile = profile.with_points(points)
-    if is_saved:
-        save_profile(profile, profile_cache_path())
+    kept = "kept there"
+    try:
+        save_profile(profile, path)
+    except OSError as error:
+        kept = f"not kept there: {error.strerror}"
+    logger.warning(
+        "measured %d of %d operators that %s lacked; %s", len(points), len(nodes), where, kept
+    )
     return profile
 
 
-def _is_of(cluster: Cluster, profile: Profile) -> bool:
+def _is_of(cluster: Cluster, profile: Profile, *, is_named: bool) -> bool:
     """Whether the devices of a cluster are those of the profile."""
     devices = [m.device for m in cluster.machines]
     if profile.device == "cpu":
         date = f"on {profile.date}"  # the local cluster's devices say which profile they are from
-        return all(d.kind.value == "cpu" and date in d.source for d in devices)
-    name = profile.machine.rpartition(",")[0]
-    own = gpu_cluster(name, num_devices=1, memory_bytes=max(1, profile.memory_bytes)).devices[0]
+        is_cpu = all(d.kind.value == "cpu" for d in devices)
+        return is_cpu and (is_named or all(date in d.source for d in devices))
+    own = profiled_machine(profile).devices[0]
     return all(d.name == own.name for d in devices)
+
+
+def profiled_machine(profile: Profile) -> Cluster:
+    """The machine that a profile was measured on."""
+    if profile.device == "cpu":
+        return local_cluster(profile)
+    return gpu_cluster(
+        profile.machine.rpartition(",")[0],
+        num_devices=profile.num_cores,
+        memory_bytes=max(1, profile.memory_bytes),
+    )
 
 
 def profile_machine(
@@ -153,6 +214,7 @@ def profile_machine(
     known = _on_rank_0(existing)
     if known is not None and only_if_missing:
         return path, known
+    made = None if build is None else build()  # refused now, not after minutes of measuring
     is_writer = local_meter().rank == 0
 
     def keep(profile: Profile) -> None:
@@ -172,9 +234,9 @@ def profile_machine(
 
         profile = measure_local_device(budget_s, show, known=known, keep=keep, clock=clock)
         keep(profile)
-        if build is not None:
+        if made is not None:
             left_s = max(0.0, budget_s - (clock() - started_s))
-            profile = _with_model(profile, build, left_s, keep, show, clock)
+            profile = _with_model(profile, made, left_s, keep, show, clock)
     keep(profile)
     return path, profile
 
@@ -189,7 +251,7 @@ def _existing(path: Path, here: Profile, only_if_missing: bool, resume: bool) ->
 
 def _with_model(
     profile: Profile,
-    build: Build,
+    made: tuple[torch.nn.Module, object],
     budget_s: float,
     keep: Callable[[Profile], None],
     show: Callable[[str, float], None],
@@ -202,7 +264,7 @@ def _with_model(
     meter = local_meter(clock=clock)
     started_s = clock()
     is_complete = True
-    steps = list(model_points(build, meter))
+    steps = list(model_points(lambda: made, meter))
     calls = [p for p in profile.of_kind(PointKind.STEP) if p.name == "call"]
     # the same for all models, and told by nothing else: first, and once for so many ranks
     if not meter.agree(any(p.busy == meter.per_node for p in calls)):

@@ -52,6 +52,7 @@ def question_for(
     limit_bytes: int | None = None,
     time_limit_s: float | None = None,
     towards: Goal | None = None,
+    profile: Path | None = None,
 ) -> Question:
     """The planning question of a captured program.
 
@@ -63,6 +64,7 @@ def question_for(
         limit_bytes: Bytes that a device may use; what the cluster has if left out.
         time_limit_s: Wall-clock guard of each search.
         towards: What is minimised on devices of several kinds; the time of a step if left out.
+        profile: The file that prices come from; this machine's own, if there is one, if left out.
     """
     planners: dict[object, Planner] = {}
 
@@ -73,8 +75,9 @@ def question_for(
         key = (constraints_key(wish), kind)
         if key not in planners:
             planners[key] = planner_for(
-                captured, wish, optimizer=kind, goal=towards or Goal(), time_limit_s=time_limit_s
-            )
+                captured, wish, optimizer=kind, goal=towards or Goal(), time_limit_s=time_limit_s,
+                profile=profile,
+            )  # fmt: skip
         return planners[key]
 
     return Question(
@@ -84,9 +87,9 @@ def question_for(
         constraints=constraints,
         optimizer=optimizer if captured.training else "none",
         limit_bytes=limit_bytes or cluster.memory_bytes,
-        prices=lambda other: prices_for(other, graph=captured.graph),
+        prices=lambda other: prices_for(other, profile, captured.graph),
         dress=lambda plan: dressed(plan, captured),
-        grow=_grown,
+        grow=lambda cluster, factor: _grown(cluster, factor, profile),
         programs=_programs(captured),
         pipelines=lambda asked, progress: _pipelines(planner_of(asked), asked, progress),
         in_place=lambda plan, other: pipelines_in_place(planner_of(None), plan, other),
@@ -107,12 +110,12 @@ def _pipelines(
     return planner.plan(question.cluster, limit_bytes=limit_bytes)
 
 
-def _grown(cluster: Cluster, factor: int) -> Cluster:
+def _grown(cluster: Cluster, factor: int, profile: Path | None) -> Cluster:
     """More devices; more processes of this machine share its cores and its memory."""
     first = cluster.machines[0]
     if len(cluster.machines) > 1 or first.device.kind is not DeviceKind.CPU:
         return grown(cluster, factor)
-    local = local_machine()
+    local = local_machine(profile)
     here = parse_devices(f"{first.num_devices}:{first.device.name}", local=local)
     more = parse_devices(f"{factor * first.num_devices}:{first.device.name}", local=local)
     if cluster.memory_bytes != here.memory_bytes:  # the user's limit, not a share of the memory
@@ -152,6 +155,7 @@ def planner_for(
     optimizer: str,
     goal: Goal,
     time_limit_s: float | None = None,
+    profile: Path | None = None,
 ) -> Planner:
     """Who plans a captured program on any cluster, towards any goal.
 
@@ -161,6 +165,7 @@ def planner_for(
         optimizer: Kind whose state is priced; inference has none.
         goal: What is minimised.
         time_limit_s: Wall-clock guard of each search.
+        profile: The file that prices come from; this machine's own, if there is one, if left out.
     """
 
     def question(cluster: Cluster, wish: Constraints, limit_bytes: int | None) -> Question:
@@ -171,6 +176,7 @@ def planner_for(
             optimizer=optimizer,
             limit_bytes=limit_bytes,
             time_limit_s=time_limit_s,
+            profile=profile,
         )
 
     return Planner(
@@ -178,7 +184,7 @@ def planner_for(
         model_hash=captured.hash,
         constraints=constraints,
         optimizer=optimizer if captured.training else "none",
-        prices=lambda cluster: prices_for(cluster, graph=captured.graph),
+        prices=lambda cluster: prices_for(cluster, profile, captured.graph),
         search=lambda *asked: solve_question(question(*asked)),
         dress=lambda plan: dressed(plan, captured),
         goal=goal,
@@ -205,6 +211,7 @@ def solve(
     optimizer: str,
     goal: Goal,
     time_limit_s: float | None = None,
+    profile: Path | None = None,
 ) -> tuple[Plan, SearchStats]:
     """The best plan of a captured program; arguments as in :func:`planner_for`.
 
@@ -213,8 +220,9 @@ def solve(
         InfeasibleError: Nothing fits; the ways out are told, each tried.
     """
     planner = planner_for(
-        captured, constraints, optimizer=optimizer, goal=goal, time_limit_s=time_limit_s
-    )
+        captured, constraints, optimizer=optimizer, goal=goal, time_limit_s=time_limit_s,
+        profile=profile,
+    )  # fmt: skip
     if not planner.takes_pipelines(cluster):
         return planner.plan(cluster)
     question = question_for(
@@ -224,6 +232,7 @@ def solve(
         optimizer=optimizer,
         time_limit_s=time_limit_s,
         towards=goal,
+        profile=profile,
     )
     return solve_question(question)
 
@@ -254,6 +263,7 @@ class Questions:
         time_limit_s: Wall-clock guard of each search.
         limit_bytes: Memory of a device that the user allowed, if less or more than usual; it holds
             on changed clusters too.
+        profile: The file that prices come from, if the user named one.
     """
 
     captured: Captured
@@ -261,6 +271,7 @@ class Questions:
     plan: Plan
     time_limit_s: float | None = None
     limit_bytes: int | None = None
+    profile: Path | None = None
     _planner: Planner | None = field(default=None)
     _asker: Asker | None = field(default=None)
 
@@ -276,6 +287,7 @@ class Questions:
                 limit_bytes=None if self.plan.pipelines else self.plan.memory_limit_bytes or None,
                 time_limit_s=self.time_limit_s,
                 towards=goal(self.plan.objective, self.plan.cost_limit),
+                profile=self.profile,
             )
             self._asker = Asker(question, progress=progress)
         self._asker.refresh()
@@ -291,6 +303,7 @@ class Questions:
                 optimizer=self.plan.optimizer,
                 goal=goal(self.plan.objective, self.plan.cost_limit),
                 time_limit_s=self.time_limit_s,
+                profile=self.profile,
             )
         return self._planner
 
@@ -320,7 +333,7 @@ class Questions:
     def _as_ours(self, devices: int | str | os.PathLike[str] | Cluster) -> Cluster:
         """A new cluster with what the user said about the old one: memory limit and prices."""
         named = devices if isinstance(devices, int | str | Cluster) else Path(devices)
-        cluster = parse_devices(named, local=local_machine())
+        cluster = parse_devices(named, local=local_machine(self.profile))
         prices = {
             _kind(machine.device): machine.device.cost_per_hour for machine in self.cluster.machines
         }

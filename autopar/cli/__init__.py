@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from autopar.cli.commands import interruption_words
 from autopar.cli.models import load_model
 from autopar.cli.output import error_record, exit_code, plan_summary, progress_shown
 from autopar.cli.parser import build_parser
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"autopar: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
-        rest = "; --resume goes on with what was measured" if args.command == "profile" else ""
-        print(f"autopar: interrupted{rest}", file=sys.stderr)
+        print(f"autopar: interrupted{interruption_words(args)}", file=sys.stderr)
         return 130  # as shells do
     except BrokenPipeError:  # the reader of our output, such as "head", has gone
         sys.stderr.close()

@@ -14,7 +14,7 @@ from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, plan_summary, show_answer
 from autopar.errors import ConfigError
 from autopar.plan.io import Json, json_record, load_plan, save_plan
-from autopar.report.answers import print_answer
+from autopar.report.answers import print_answer, render_lines
 
 if TYPE_CHECKING:
     from autopar.api.questions import Questions
@@ -63,8 +63,7 @@ def replan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(replan_record(answer), indent=1))
     else:
-        print(answer)
-        print()
+        print(render_lines(str(answer), width=args.width))
         print_answer(answer.diff.sections(), width=args.width)
     return 0
 
@@ -133,4 +132,5 @@ def _questions(
         devices=devices,
         cost_per_hour=prices,
         time_limit_s=args.time_limit,
+        profile=args.profile,
     )

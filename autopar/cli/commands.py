@@ -12,6 +12,7 @@ from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, show_answer, show_plan
 from autopar.plan.io import json_record, load_plan, save_plan
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
+from cost_models.profile import profile_cache_path
 from cost_models.trace import trace_events, write_trace
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def plan(args: argparse.Namespace) -> int:
         objective=args.objective,
         cost_limit=args.cost_limit,
         cost_per_hour=costs(args.cost_per_hour),
+        profile=args.profile,
         **decisions(args),
     )
     made = cast("Plan", compiled.plan)
@@ -98,6 +100,13 @@ def profile(args: argparse.Namespace) -> int:
         rest = "" if found.is_complete else "; out of time, go on with --resume"
         print(f"{found.machine}: {len(found.points)} points of {found.date} in {path}{rest}")
     return 0
+
+
+def interruption_words(args: argparse.Namespace) -> str:
+    """How to go on with a command that was interrupted: a profile that was begun, no other."""
+    if args.command != "profile" or not (args.out or profile_cache_path()).exists():
+        return ""
+    return "; --resume goes on with what was measured"
 
 
 def verify(args: argparse.Namespace) -> int:

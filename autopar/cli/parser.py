@@ -45,6 +45,12 @@ def _common() -> argparse.ArgumentParser:
     return parser
 
 
+def _prices(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--profile", metavar="FILE", help="prices from 'autopar profile --out FILE'; this machine's"
+    )
+
+
 def _text() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
@@ -84,6 +90,7 @@ def _plan(found: Commands[argparse.ArgumentParser]) -> None:
         "--devices", required=True, help="a count, '4x8:h100-sxm', or a cluster file"
     )
     parser.add_argument("--memory-limit", metavar="AMOUNT", help="bytes per device, such as 16GiB")
+    _prices(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--optimizer", default="adamw", help="kind to keep state for; adamw")
     parser.add_argument("--mode", choices=["train", "inference"], help="inference: forwards only")
@@ -175,6 +182,7 @@ def _explain(found: Commands[argparse.ArgumentParser]) -> None:
 
 def _devices_of_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", help="those of the plan if left out")
+    _prices(parser)
     _time_limit(parser, "guard of each search")
     _costs(parser)
 
@@ -219,6 +227,7 @@ def _replan(found: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--before", metavar="DEVICES", help="the old cluster, if it was a file")
     parser.add_argument("--thorough", action="store_true", help="search all shapes")
+    _prices(parser)
     parser.add_argument(
         "--checkpoint-speed", metavar="AMOUNT", help="read in a second by all ranks, such as 10GB"
     )
@@ -232,8 +241,14 @@ def _profile(found: Commands[argparse.ArgumentParser]) -> None:
     parser = found.add_parser(
         "profile", parents=[_common()], help="measure this machine; later plans made here use it"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="not where plans look for it")
-    parser.add_argument("--budget", metavar="SECONDS", type=float, default=60.0)
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path,
+        help="instead of where plans look for it; for --profile FILE of plan",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budget", metavar="SECONDS", type=float, default=60.0,
+        help="no further point is started after it; 60",
+    )  # fmt: skip
     parser.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="measure its operators too, at a rank's shapes"
     )

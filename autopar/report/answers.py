@@ -32,6 +32,17 @@ def render_answer(sections: Sections, *, width: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_lines(text: str, *, width: int | None = None) -> str:
+    """Lines that are sentences each, kept to a width as :func:`render_answer` keeps to it."""
+    columns = max(LEAST_WIDTH, terminal_width() if width is None else width)
+    lines = [found for line in text.splitlines() for found in _wrapped(line, columns)]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(line: str, columns: int) -> Lines:
+    return paragraph(line, columns, indent="  ", first="")
+
+
 def print_answer(
     sections: Sections, *, width: int | None = None, file: TextIO | None = None
 ) -> None:

@@ -282,6 +282,7 @@ def _argument_words(plan: Plan, facts: Facts) -> Iterator[str]:
 def _operator_words(plan: Plan, facts: Facts) -> Iterator[str]:
     """How many operators each axis splits."""
     words = {MB_AXIS: "micro-batches (mb)", DP_AXIS: "data ranks (dp)", TP_AXIS: "tp ranks"}
+    ranks = {DP_AXIS: plan.mesh.dp, TP_AXIS: plan.mesh.tp}
     total = "" if facts.num_operators is None else f" of {facts.num_operators:,}"
     same: dict[str, list[str]] = {}
     for axis in words:
@@ -292,6 +293,8 @@ def _operator_words(plan: Plan, facts: Facts) -> Iterator[str]:
             text += f", {pending:,} pass a pending sum on" if pending else ""
             text += ", the others replicated" if facts.num_operators != split + pending else ""
             same.setdefault(text, []).append(words[axis])
+        elif ranks.get(axis, 1) > 1:
+            same.setdefault("no operator is split, each rank computes all", []).append(words[axis])
     for text, axes in same.items():
         yield f"over {' and '.join(axes)}: {text}"
 

@@ -254,7 +254,7 @@ class Analysis:
         if stages > blocks:
             raise ConstraintError(
                 f"constraint pp={wish.pp or 1}, virtual={wish.virtual or 1}: {stages} stages, but "
-                f"the model can be cut into {blocks} blocks at most; use {blocks} stages or fewer"
+                f"the model can be cut into {blocks} at most; use {blocks} or fewer"
             )
 
     def _boundary_names(self) -> tuple[str, ...]:

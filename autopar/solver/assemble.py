@@ -93,6 +93,11 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
             "(GPipe); loss= of autopar.compile() would allow 1F1B"
         )
     assumptions += row_budgets(analysis.graph, winner.decisions)
+    if winner.figures.host_s > 0:
+        assumptions.append(
+            f"{format_time(winner.figures.host_s)} of a step lie outside of its programs, as "
+            "measured: calls, ranks that share cores, waiting for slower ones; told as waiting"
+        )
     if used < total:
         assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
     if field.stopped_by:

@@ -2,13 +2,15 @@
 
 Tensor-parallel groups stay inside a machine unless the user asks for more. A shape may leave
 devices idle: the full count is tried, and its successive halves (every count up to eight devices),
-since a model that is too small loses by splitting further.
+since a model that is too small loses by splitting further. Where machines are of
+several sizes, which few degrees divide, so are the counts of those like the first alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, ShardingError
@@ -40,7 +42,8 @@ class Shape:
 
     def __str__(self) -> str:
         """Such as ``pp2 x tp4, 8 micro-batches, 1f1b``."""
-        text = f"{self.mesh}, {self.num_microbatches} micro-batches, {self.schedule}"
+        plural = "" if self.num_microbatches == 1 else "es"
+        text = f"{self.mesh}, {self.num_microbatches} micro-batch{plural}, {self.schedule}"
         return text if self.warmup is None else f"{text}, warm-up {self.warmup}"
 
 
@@ -66,8 +69,8 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
     blocks = len(analysis.chain.blocks)
     fixed_pp = wish.pp if wish.warmup is None else len(wish.warmup)
     seen: set[MeshShape] = set()
-    for used in device_counts(cluster.num_devices):
-        for tp in _degrees(wish.tp, _tp_choices(cluster)):
+    for used in _used_counts(cluster, wish):
+        for tp in _degrees(wish.tp, _tp_choices(cluster, used)):
             for pp in _degrees(fixed_pp, _stage_counts(analysis, min(used, blocks))):
                 if used % (tp * pp) and wish.dp is None:
                     continue
@@ -117,10 +120,35 @@ def device_counts(total: int) -> list[int]:
     return counts
 
 
-def _tp_choices(cluster: Cluster) -> list[int]:
-    """Divisors of the smallest machine's number of devices."""
-    size = min(m.num_devices for m in cluster.machines)
-    return [n for n in range(1, size + 1) if size % n == 0]
+def _used_counts(cluster: Cluster, wish: Constraints) -> list[int]:
+    """Numbers of working devices, most first.
+
+    Those of the whole cluster, and of the machines like the first that come first; if the fixed
+    degrees divide none of them, the largest number that they divide.
+    """
+    total = cluster.num_devices
+    sizes = [m.num_devices for m in cluster.machines]
+    alike = sum(takewhile(lambda size: size == sizes[0], sizes))
+    counts = {*device_counts(total), *device_counts(alike)}
+    unit = (wish.tp or 1) * (wish.pp or 1)
+    if wish.dp is None and not any(count % unit == 0 for count in counts):
+        counts |= {total // unit * unit} - {0}
+    return sorted(counts, reverse=True)
+
+
+def _tp_choices(cluster: Cluster, used: int) -> list[int]:
+    """Sizes of tensor-parallel groups that stay inside the machines of the first ranks."""
+    sizes, start = [], 0
+    starts: list[int] = []
+    for machine in cluster.machines:
+        if start >= used:
+            break
+        sizes.append(machine.num_devices)
+        starts.append(start)
+        start += machine.num_devices
+    first = sizes[0]
+    whole = [n for n in range(1, min(sizes) + 1) if first % n == 0]
+    return [n for n in whole if all(start % n == 0 for start in starts)]
 
 
 def _stage_counts(analysis: Analysis, most: int) -> list[int]:

@@ -71,12 +71,15 @@ class ExactFigures:
         rank_bytes: Peak per pipeline rank.
         stages: By stage.
         simulation: The step up to the last reduction, without the optimizer's.
+        host_s: Part of the step that lies outside of its programs, on a host that was measured:
+            calls, ranks that share cores, waiting for slower ones.
     """
 
     step_s: float
     rank_bytes: tuple[int, ...]
     stages: tuple[StageFigures, ...]
     simulation: Simulation
+    host_s: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -182,7 +185,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     update_s = max(
         sum(stages[s].time.optimizer_s for s in mesh.stages_of(rank)) for rank in range(mesh.pp)
     )
-    makespan_s = run.makespan_s
+    makespan_s, call_s = run.makespan_s, 0.0
     if isinstance(setting.model, HostCosts):
         busy = [_compute_s(stages, mesh, rank, count) for rank in range(mesh.pp)]
         comm_s = max(_comm_s(stages, mesh, rank, count) for rank in range(mesh.pp))
@@ -191,9 +194,10 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
             _waiting_s(stages, setting, setting.model, rank, busy[rank]) for rank in range(mesh.pp)
         )
         owned = [_num_owned(programs, mesh, rank) for rank in range(mesh.pp)]
-        finish_s += setting.model.call_time_s(max(owned))
+        call_s = setting.model.call_time_s(max(owned))
     return ExactFigures(
-        step_s=makespan_s + finish_s + update_s,
+        step_s=makespan_s + finish_s + call_s + update_s,
+        host_s=max(0.0, makespan_s - run.makespan_s) + call_s,
         rank_bytes=_rank_bytes(stages, setting, lists),
         stages=tuple(stages),
         simulation=run,

@@ -225,7 +225,9 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
             break
         short = max(short, limit)
     if not found:
-        trials.take(f"more memory, up to {format_bytes(short)} per device", answer)
+        tried = short > asker.question.limit_bytes
+        words = f", up to {format_bytes(short)} per device" if tried else " per device"
+        trials.take(f"more memory{words}", answer)
         return
     for _ in range(MAX_BISECTIONS):
         enough = min(found)

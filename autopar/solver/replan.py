@@ -86,7 +86,7 @@ class Replan:
         else:
             lines.append(
                 f"to stay: {format_time(self.stay.time_s)} per step on {self.stay.num_ranks} "
-                f"devices; {self.stay_migration}"
+                f"device{'' if self.stay.num_ranks == 1 else 's'}; {self.stay_migration}"
             )
             steps = self.break_even_steps
             if math.isinf(steps):

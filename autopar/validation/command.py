@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m cost_models.validate",
         description="Predict time and memory of published training runs and compare.",
     )
-    parser.add_argument("--data", type=Path, required=True, help="records, one JSON object a line")
+    parser.add_argument(
+        "--data", type=Path, required=True,
+        help="records, one JSON object a line (form: README of autopar/validation)",
+    )  # fmt: skip
     parser.add_argument("--source", help="only records with this source_id")
     parser.add_argument("--out", type=Path, help="every record's prediction as JSON")
     args = parser.parse_args(argv)
@@ -85,7 +88,7 @@ def _run(data: Path, source: str | None, out: Path | None) -> None:
 def _sources_table(found: Sequence[SourceSummary]) -> Table:
     table = _table(
         "iteration time by source: predicted over measured, less 1",
-        "records", "skipped", "timed", "median", "mean", "bias",
+        "records", "skipped", "timed", "median abs", "mean abs", "bias",
     )  # fmt: skip
     for one in found:
         cells = _cells(one.time, "median_abs", "mean_abs", "bias")
@@ -96,7 +99,7 @@ def _sources_table(found: Sequence[SourceSummary]) -> Table:
 def _memory_table(found: Sequence[SourceSummary]) -> Table:
     table = _table(
         "memory, other quantities (a layer's time or bytes) and out-of-memory verdicts",
-        "memory", "median", "bias", "other", "median", "OOM", "precision", "recall",
+        "memory", "median abs", "bias", "other", "median abs", "OOM", "precision", "recall",
     )  # fmt: skip
     for one in found:
         failed = one.verdicts.hits + one.verdicts.misses
@@ -141,14 +144,14 @@ def _totals(found: Sequence[SourceSummary]) -> list[str]:
     lines = []
     if figures:
         lines.append(
-            f"iteration time over {sum(s.time is not None for s in found)} sources: "
+            f"iteration time over {_counted(sum(s.time is not None for s in found), 'source')}: "
             f"macro-median {figures['macro_median']:.1%}, macro-mean {figures['macro_mean']:.1%}, "
             f"bias {figures['macro_bias']:+.1%}"
         )
     memory = over_sources({s.source: s.memory for s in found})
     if memory:
         lines.append(
-            f"memory over {sum(s.memory is not None for s in found)} sources: "
+            f"memory over {_counted(sum(s.memory is not None for s in found), 'source')}: "
             f"macro-median {memory['macro_median']:.1%}, bias {memory['macro_bias']:+.1%}"
         )
     verdicts = total_verdicts(found)
@@ -181,7 +184,8 @@ def total_verdicts(found: Sequence[SourceSummary]) -> Verdicts:
 def _assumed_lines(outcomes: Sequence[Outcome]) -> list[str]:
     counts = Counter(name for o in outcomes for name in o.record.assumed)
     return [f"assumed where not stated:{'' if counts else ' nothing'}"] + [
-        f"  {name} ({count} records): {CONVENTIONS[name]}" for name, count in counts.most_common()
+        f"  {name} ({_counted(count, 'record')}): {CONVENTIONS[name]}"
+        for name, count in counts.most_common()
     ]
 
 
@@ -205,6 +209,10 @@ def _cells(errors: Errors | None, *names: str) -> list[str]:
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [v for v in values if v is not None]
     return fmean(found) if found else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _share(value: float | None) -> str:

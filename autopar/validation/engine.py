@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopar.errors import ConfigError
 from autopar.validation.errors import SkipRecord
 from autopar.validation.formulas import compare
 from autopar.validation.memory import StepMemory, predict_memory, printed_bytes
@@ -98,7 +99,7 @@ def validate(
         record = records[index]
         try:
             found[index] = outcome_of(record, pricing)
-        except SkipRecord as reason:
+        except (SkipRecord, ConfigError) as reason:  # one odd record does not end the others
             skipped.append(Skipped(record.name, record.source, str(reason)))
         progress(done, len(records))
     outcomes = [found[i] for i in sorted(found)]
@@ -186,6 +187,6 @@ def works_of_all(path: Path) -> tuple[tuple[Record, RecordWorks], ...]:
         if record.kind is Kind.STEP:
             try:
                 found.append((record, works_of(record)))
-            except SkipRecord:
+            except (SkipRecord, ConfigError):
                 continue
     return tuple(found)

@@ -7,14 +7,27 @@ from math import isfinite
 
 from autopar.validation.errors import SkipRecord
 
-# Sizes above these are slips of the pen: many times what was ever run.
-MOST: Mapping[str, int] = {
+# Figures above these, or below those of LEAST, are slips of the pen or of the unit: far from what
+# was ever built or run.
+MOST: Mapping[str, float] = {
     "hardware.n_gpus": 2**17, "hardware.gpus_per_node": 2**10, "model.layers": 2**14,
     "model.hidden": 2**20, "model.heads": 2**14, "model.kv_heads": 2**14, "model.ffn": 2**22,
     "model.vocab": 2**24, "model.seq": 2**24, "model.base_channels": 2**14,
     "model.width_factor": 2**10, "model.image": 2**14, "parallel.pp": 2**10, "parallel.cp": 2**16,
     "parallel.tp": 2**14, "parallel.dp": 2**17, "parallel.virtual_stages": 2**7,
     "parallel.mbs": 2**17, "parallel.gbs": 2**24, "parallel.microbatches": 2**17,
+    "hardware.mem_gb": 1e4, "hardware.hbm_gbs": 1e6, "hardware.intra_node_bw_gbs": 1e5,
+    "hardware.inter_node_gbs_per_gpu": 1e5, "hardware.peak_bf16_tflops": 1e6,
+    "measured.iter_s": 1e7, "measured.derived_iter_s": 1e7, "measured.mem_gb": 1e5,
+    "measured.mem_gib": 1e5, "measured.layer_fwd_ms": 1e8, "measured.layer_bwd_ms": 1e8,
+    "measured.mfu_pct": 100,
+}  # fmt: skip
+LEAST: Mapping[str, float] = {
+    "hardware.mem_gb": 1, "hardware.hbm_gbs": 10, "hardware.intra_node_bw_gbs": 0.1,
+    "hardware.inter_node_gbs_per_gpu": 1e-3, "hardware.peak_bf16_tflops": 0.1,
+    "measured.iter_s": 1e-5, "measured.derived_iter_s": 1e-5, "measured.mem_gb": 1e-3,
+    "measured.mem_gib": 1e-3, "measured.layer_fwd_ms": 1e-4, "measured.layer_bwd_ms": 1e-4,
+    "measured.tflops_per_gpu": 1e-3, "measured.mfu_pct": 1e-2,
 }  # fmt: skip
 MOST_OF_ALL = 1e12  # of any other figure
 
@@ -126,6 +139,8 @@ def _positive(path: str, value: object) -> float:
     most = MOST.get(path, MOST_OF_ALL)
     if value > most:
         raise SkipRecord(f"{path} is {shown(value)}, at most {most:g} is believed")
+    if value < LEAST.get(path, 0):
+        raise SkipRecord(f"{path} is {shown(value)}, at least {LEAST[path]:g} is believed")
     return float(value)
 
 

@@ -183,12 +183,16 @@ def test_plan_takes_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["offload"] == "optimizer"
 
 
-def test_an_interrupted_profile_says_how_to_go_on(monkeypatch, capsys):
+def test_an_interrupted_profile_says_how_to_go_on_if_it_was_begun(monkeypatch, capsys, tmp_path):
     def interrupted(*_args, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("autopar.api.profiling.profile_machine", interrupted)
-    assert main(["profile"]) == 130
+    file = tmp_path / "p.json"
+    assert main(["profile", "--out", str(file)]) == 130
+    assert capsys.readouterr().err == "autopar: interrupted\n"
+    file.touch()
+    assert main(["profile", "--out", str(file)]) == 130
     assert capsys.readouterr().err == (
         "autopar: interrupted; --resume goes on with what was measured\n"
     )

@@ -158,8 +158,10 @@ def test_replan_tells_what_travels(small, capsys, tmp_path):
     told = spoken(capsys)
     assert told["plan"]["num_devices"] == 1
     assert load_plan(out).num_devices == 1
-    assert main([*words]) == 0
-    assert "to move: " in capsys.readouterr().out
+    assert main([*words, "--width", "60"]) == 0
+    printed = capsys.readouterr().out
+    assert "to move: " in printed
+    assert max(map(len, printed.splitlines())) <= 60
     assert main([*words[:3]]) == 2
     assert "replan: name the new devices=" in capsys.readouterr().err
     assert main([*words[:3], "--slower", "half"]) == 2

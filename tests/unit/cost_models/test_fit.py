@@ -223,6 +223,11 @@ def test_a_profile_with_too_few_points_of_a_curve_is_refused():
     profile = Profile(machine="m", date="d", points=tuple(matmuls(dims=DIMS[:2])))
     with pytest.raises(ConfigError, match="has 2 different sizes in 2 points, needs at least 4"):
         fit_profile(profile)
+    for is_complete in (True, False):
+        with pytest.raises(
+            ConfigError, match="the 0 points of .* hold 0 of them, needs at least 4"
+        ):
+            fit_profile(replace(profile, points=(), is_complete=is_complete))
 
 
 def test_a_profile_that_ran_out_of_time_is_used_without_the_curves_that_lack_points():

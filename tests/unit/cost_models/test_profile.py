@@ -148,9 +148,11 @@ def test_the_cache_lies_in_the_given_folder(tmp_path: Path):
     [
         (
             {"version": 9},
-            r"has format 'autopar-profile' version 9, expected .*; delete it",
+            "has version 9, expected 2; delete it and profile again",
         ),
-        ({"machine": 3}, r"machine is 3, must be text"),
+        ({"format": "autopar.plan"}, r"is no profile: has format 'autopar.plan', .*; name another"),
+        ({"date": "yesterday"}, r"date is 'yesterday', must be in ISO form; delete it"),
+        ({"machine": 3}, r"machine is 3, must be text; delete it and profile again"),
         ({"num_cores": -1}, r"num_cores is -1, must be a whole number from 1 to"),
         ({"points": {}}, r"points must be a list"),
         ({"points": [7]}, r"points\[0\]: is a int, must be an object"),
@@ -169,11 +171,11 @@ def test_the_cache_lies_in_the_given_folder(tmp_path: Path):
         ),
         (
             {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": -1e-6}]},
-            r"points\[0\]: point launch: time_s is -1e-06, must be above 0",
+            r"points\[0\]: point launch: time_s is -1e-06, must be above 0; delete it and profile",
         ),
         (
             {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": math.nan}]},
-            r"points\[0\]: point launch: time_s is nan, must be above 0",
+            r"points\[0\]: point launch: time_s is nan, must be above 0; delete it and profile",
         ),
         (
             {"points": [{"kind": "launch", "dtype": "float32", "sizes": [], "time_s": math.inf}]},
@@ -220,7 +222,7 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"bad.json' is not JSON"):
         load_profile(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"is a list, must be an object"):
+    with pytest.raises(ConfigError, match=r"has a list, expected an object.*; name another"):
         load_profile(tmp_path / "bad.json")
 
 

@@ -284,6 +284,14 @@ def test_a_plan_for_one_device_has_no_pipeline_and_no_idle_ranks(example_plan):
         assert absent not in text
 
 
+def test_ranks_that_all_compute_the_same_are_told(example_plan):
+    assert "no operator is split" not in render_plan(example_plan, width=100)
+    text = render_plan(replace(example_plan, splits={}), width=100)
+    assert "over tp ranks: no operator is split, each rank computes all" in text.replace(
+        "data ranks (dp) and ", ""
+    )
+
+
 def test_several_idle_ranks_are_named(example_plan):
     text = render_plan(replace(example_plan, num_devices=12), width=100)
     assert re.search("idle +ranks 8-11\n", text)

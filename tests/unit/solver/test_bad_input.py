@@ -53,6 +53,22 @@ def test_a_prime_number_of_devices(count: int):
     assert plan_for(wide, GPUS.format(count)).num_devices == count
 
 
+def test_a_number_that_nothing_divides_is_no_slower_than_the_whole_machines_in_it():
+    wide = residual_network(1, rows=64, width=4096, hidden=16384)
+    odd, even = plan_for(wide, GPUS.format(13)), plan_for(wide, GPUS.format(8))
+    assert even.num_ranks == 8
+    assert odd.time_s <= even.time_s
+    assert odd.bound_s <= even.time_s
+
+
+@pytest.mark.parametrize(("count", "tp", "used"), [(13, 7, 7), (16, 6, 12)])
+def test_a_fixed_degree_that_divides_no_usual_count_leaves_devices_idle(count, tp, used):
+    wide = residual_network(1, rows=8, width=7 * 48, hidden=7 * 96)
+    plan = plan_for(wide, GPUS.format(count), tp=tp)
+    assert plan.mesh.tp == tp
+    assert plan.num_ranks <= used
+
+
 def test_a_prime_number_of_devices_and_a_batch_that_it_divides():
     wide = residual_network(2, rows=14, width=4096, hidden=16384)
     assert plan_for(wide, GPUS.format(7)).num_ranks == 7

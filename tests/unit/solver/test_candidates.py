@@ -71,3 +71,28 @@ def test_a_shape_reads_as_people_say_it():
     assert str(shape) == "pp2 x tp2, 8 micro-batches, 1f1b"
     deep = Shape(shape.mesh, 8, shape.schedule, warmup=(3, 1))
     assert str(deep).endswith("warm-up (3, 1)")
+
+
+@pytest.mark.parametrize("devices", ["8:cpu + 6:cpu", "6:cpu + 8:cpu", "13:h100-sxm", "2x8:cpu"])
+def test_groups_of_tensor_parallelism_stay_inside_machines(devices: str):
+    cluster = parse_devices(devices)
+    graph = residual_network(4, rows=BATCH, width=16, hidden=32)
+    found = Analysis(graph, cluster, AnalyticCostModel(cluster), Constraints(), "adamw")
+    first = cluster.machines[0].num_devices
+    sizes = set()
+    for shape in shapes(found):
+        starts = range(0, shape.mesh.num_ranks, shape.mesh.tp)
+        assert all(not s < first < s + shape.mesh.tp for s in starts), shape
+        sizes.add(shape.mesh.tp)
+    assert first in sizes  # a machine that is used alone may be one group
+
+
+def test_machines_before_a_smaller_one_are_counted_alone():
+    def used(devices: str) -> set[int]:
+        cluster = parse_devices(devices)
+        graph = residual_network(4, rows=8, width=16, hidden=32)
+        found = Analysis(graph, cluster, AnalyticCostModel(cluster), Constraints(), "adamw")
+        return {s.mesh.num_ranks for s in shapes(found)}
+
+    assert {8, 4, 2, 1} <= used("13:h100-sxm")
+    assert used("2x8:h100-sxm") == {16, 8, 4, 2, 1}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
+import autopar.validation
 from autopar.cluster.presets import RDMA_EFFICIENCY
 from autopar.errors import ConfigError
 from autopar.validation.errors import SkipRecord
@@ -75,6 +77,19 @@ def test_a_whole_record_is_read_and_says_what_it_assumed():
         (changed(model={"seq": float("nan")}), "not a number"),
         (changed(parallel={"tp": "drop", "dp": "drop"}), "the plan is not stated"),
         (changed(parallel={"dp": 5, "gbs": 40}), "the degrees use 20"),
+        (
+            changed(
+                kind="layer_time",
+                hardware={"n_gpus": 3},
+                measured={"layer_fwd_ms": 1.0},
+            ),
+            "n_gpus is 3, but the degrees use 16",
+        ),
+        (changed(hardware={"hbm_gbs": 2.039}), "hbm_gbs is 2.039, at least 10 is believed"),
+        (changed(hardware={"mem_gb": 80_000}), "at most 10000 is believed"),
+        (changed(hardware={"intra_node_bw_gbs": 1e-300}), "at least 0.1 is believed"),
+        (changed(measured={"iter_s": 1e-300}), "at least 1e-05 is believed"),
+        (changed(measured={"mem_gib": 1e-9}), "at least 0.001 is believed"),
         (changed(parallel={"gbs": 33}), "gbs 33 is not dp 4 x mbs 2 x microbatches 4"),
         (changed(parallel={"microbatches": 2.5}), "is not dp 4 x mbs 2 x microbatches 2.5"),
         (changed(parallel={"microbatches": "drop", "gbs": 36}), "microbatches 4.5"),
@@ -114,6 +129,13 @@ def test_a_whole_record_is_read_and_says_what_it_assumed():
 def test_what_is_missing_or_odd_is_named(entry, reason):
     with pytest.raises(SkipRecord, match=reason):
         parse_record(entry)
+
+
+def test_the_example_of_the_readme_is_a_whole_record():
+    text = Path(autopar.validation.__file__).with_name("README.md").read_text(encoding="utf-8")
+    record = parse_record(json.loads(text.split("```json")[1].split("```")[0]))
+    assert (record.source, record.measured.iteration_s) == ("ours", 1.9)
+    assert set(record.assumed) <= {"model.kv_heads", "parallel.cp"}
 
 
 def test_lines_that_cannot_be_used_are_counted_and_never_guessed(tmp_path):
