@@ -103,6 +103,7 @@ def model_of(shape: Shape) -> nn.Module:
         config = GPT2Config(
             vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden,
             n_layer=shape.layers, n_head=shape.heads, n_inner=shape.ffn, use_cache=False,
+            activation_function="gelu_pytorch_tanh",  # one operator, as in Megatron
         )  # fmt: skip
     elif shape.arch == "llama":
         config = LlamaConfig(
