@@ -52,7 +52,7 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-WORK = (1 << 15, 1 << 18)  # of adding paths, by effort beyond the early ones
+WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
