@@ -13,8 +13,11 @@ from autopar.errors import ConfigError
 from autopar.ir.graph import Graph, Meta, Node, Phase, Ref, TensorMeta
 from autopar.plan.types import CollectiveTotal
 from cost_models.base import CostModel
+from cost_models.copy_lane import CopyLane
 from cost_models.flops import flops as op_flops
 from cost_models.flops import tensors
+from cost_models.lanes import Segment
+from cost_models.offload import FREE_COPIES, CopyPrice
 
 LAYOUT_COPY = "autopar.layout_copy"
 """Name under which a copy into another order of dims is priced."""
@@ -42,6 +45,10 @@ class ProgramCost:
         flops: Of matmuls, convolutions and attention.
         moved_ops: Operators that are neither views nor collectives.
         collectives: Totals by kind and axis, sorted.
+        copy_s: Copies to host memory and back, beside all else.
+        stalled_s: What of them is waited for.
+        copied_bytes: Bytes of the copies.
+        segments: What it does on which lane, if it copies something; else empty.
     """
 
     compute_s: float = 0.0
@@ -51,11 +58,15 @@ class ProgramCost:
     flops: float = 0.0
     moved_ops: int = 0
     collectives: tuple[CollectiveTotal, ...] = ()
+    copy_s: float = 0.0
+    stalled_s: float = 0.0
+    copied_bytes: int = 0
+    segments: tuple[Segment, ...] = ()
 
     @property
     def total_s(self) -> float:
-        """Compute and communication one after another."""
-        return self.compute_s + self.comm_s
+        """Compute and communication one after another, and waiting for copies."""
+        return self.compute_s + self.comm_s + self.stalled_s
 
 
 def evaluate_program(
@@ -65,6 +76,7 @@ def evaluate_program(
     *,
     where: str = "forward",
     runs: int = 1,
+    copies: CopyPrice = FREE_COPIES,
 ) -> ProgramCost:
     """Cost of one run of ``graph``.
 
@@ -76,6 +88,7 @@ def evaluate_program(
         where: Copied into the totals.
         runs: Runs per step: counts and bytes of the totals, and their times, are multiplied by it;
             the seconds of the program are those of one run.
+        copies: Price of a copy to host memory or back.
 
     Raises:
         ConfigError: A ``comm.*`` operator is unknown.
@@ -86,7 +99,10 @@ def evaluate_program(
     phase_s: dict[Phase, float] = {}
     axis_comm_s: dict[str, float] = {}
     totals: dict[tuple[str, str], list[float]] = {}
+    lane = CopyLane(copies)
     for node in graph.nodes:
+        if lane.visit(node):
+            continue
         operands = [metas[name] for name in node.refs()]
         if node.op.startswith("comm."):
             axis = collective_axis(node)
@@ -104,6 +120,7 @@ def evaluate_program(
             flops += op_flops(node.op, node.args, operands, node.meta)
             moved_ops += time_s > 0
         phase_s[node.phase] = phase_s.get(node.phase, 0.0) + time_s
+        lane.operator(time_s)
     return ProgramCost(
         compute_s=compute_s,
         comm_s=comm_s,
@@ -111,6 +128,10 @@ def evaluate_program(
         phase_s=phase_s,
         flops=flops,
         moved_ops=moved_ops,
+        copy_s=lane.copy_s,
+        stalled_s=lane.stalled_s,
+        copied_bytes=lane.copied_bytes,
+        segments=lane.segments(),
         collectives=tuple(
             CollectiveTotal(
                 kind=kind,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from autopar.ir.graph import Arg, Meta, Ref, TensorMeta
 from autopar.sharding.buckets import UNPACK, lies_as_it_is
+from autopar.sharding.host_copies import HOST_COPIES
 
 
 class OpClass(StrEnum):
@@ -149,7 +150,7 @@ def work_of(op: str, args: tuple[Arg, ...], operands: Sequence[Meta], results: M
     >>> work.flops, work.moved_bytes
     (128.0, 224.0)
     """
-    if op in VIEW_OPS or op in INTEGER_OPS or op.startswith("comm."):
+    if op in VIEW_OPS or op in INTEGER_OPS or op in HOST_COPIES or op.startswith("comm."):
         return FREE
     bound = _bind(args, operands)
     if op.startswith("autopar.attention"):

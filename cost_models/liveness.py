@@ -159,6 +159,13 @@ def saved_bytes(
     return sum(-(-memory.bytes[k] // granularity_bytes) * granularity_bytes for k in keys)
 
 
+def host_bytes(graph: Graph) -> int:
+    """Bytes that one run of ``graph`` leaves for its backward in host memory."""
+    metas = graph.metas()
+    outputs = [o.value.name for o in graph.outputs_of(OutputKind.SAVED) if o.value is not None]
+    return sum(t.host_bytes for name in outputs for t in tensors(metas[name]))
+
+
 # They hold their result a second time: rows picked and then masked, or a product before its place.
 _ROW_COPIES = frozenset(
     {

@@ -25,6 +25,7 @@ from autopar.ir.graph import ITEM_BYTES, TensorMeta
 from autopar.ir.precision_rules import sum_dtype
 from cost_models.liveness import (
     Liveness,
+    host_bytes,
     liveness,
     peak_transient_bytes,
     saved_bytes,
@@ -35,6 +36,7 @@ __all__ = [
     "Liveness",
     "OptimizerKind",
     "StateBytes",
+    "host_bytes",
     "liveness",
     "optimizer_kind",
     "optimizer_state_bytes",

@@ -284,6 +284,7 @@ def memory_timelines(
     *,
     reserve_factor: float = 1.0,
     every_operator: bool = False,
+    ranks: Collection[int] | None = None,
 ) -> tuple[MemoryTimeline, ...]:
     """Memory over time, one for each pipeline rank.
 
@@ -294,6 +295,7 @@ def memory_timelines(
             on the target, or 1.
         every_operator: A point for every operator; else three for a program: its start, its most
             and its end.
+        ranks: Whose memory; of all ranks if left out.
 
     Raises:
         ConfigError: A stage has no bytes, or ``reserve_factor`` is below 1.
@@ -305,6 +307,8 @@ def memory_timelines(
         )
     made = []
     for rank, spans in enumerate(simulation.by_rank):
+        if ranks is not None and rank not in ranks:
+            continue
         own = [s for s in spans if s.rank == rank and s.peer is None]
         for span in own:
             if span.action.stage >= len(stages):

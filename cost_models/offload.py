@@ -1,8 +1,11 @@
-"""Optimizer state in host memory: what its copies take, and what stays on the device.
+"""State and saved values in host memory: what copies take, and what stays on the device.
 
-After the last gradient is reduced the state comes to the device chunk by chunk, is updated with
-its parameters, and goes back. The copies are priced one after another and beside nothing: three
-streams that hide each other would take about as long as the slowest of them.
+A copy takes a start-up, that of a kernel, and its bytes over the link to the host. Copies of saved
+values run beside operators (:mod:`cost_models.copy_lane`).
+
+The optimizer's state comes to the device chunk by chunk after the last gradient is reduced, is
+updated with its parameters, and goes back. These copies are priced one after another and beside
+nothing: three streams that hide each other would take about as long as the slowest of them.
 
 Source: the idea is that of Ren et al., "ZeRO-Offload", USENIX ATC 2021, without the update on the
 host.
@@ -10,15 +13,31 @@ host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.cluster.device import DeviceKind
 from autopar.cluster.topology import Cluster
 from autopar.errors import ConstraintError
 
+
+@dataclass(frozen=True, slots=True)
+class CopyPrice:
+    """Seconds of a copy between a device and its host: ``start_s + bytes * s_per_byte``."""
+
+    s_per_byte: float = 0.0
+    start_s: float = 0.0
+
+    def seconds(self, num_bytes: int) -> float:
+        """Seconds of one copy."""
+        return self.start_s + num_bytes * self.s_per_byte
+
+
+FREE_COPIES = CopyPrice()
 CHUNK_BYTES = 1 << 26  # of state on the device at once, or that of the largest parameter
 
 
 def offload_fault(cluster: Cluster) -> str:
-    """Why optimizer state of a cluster's devices can't be priced in host memory; "" if it can."""
+    """Why copies of a cluster's devices to host memory can't be priced; "" if they can."""
     for machine in cluster.machines:
         device = machine.device
         if device.kind is not DeviceKind.CPU and not device.host_link_bytes_per_s:
@@ -32,19 +51,33 @@ def offload_fault(cluster: Cluster) -> str:
 def offload_s_per_byte(cluster: Cluster) -> float:
     """Seconds per byte of state that is brought and taken back, on the slowest device.
 
+    Raises:
+        ConstraintError: A device has no figure for its link to the host.
+    """
+    return 2 * copy_price(cluster, "optimizer").s_per_byte
+
+
+def copy_price(cluster: Cluster, what: str) -> CopyPrice:
+    """What a copy to host memory or back takes on the slowest device.
+
     On CPUs, which have nothing to gain, a copy reads and writes the one memory that there is.
+
+    Args:
+        cluster: The devices.
+        what: What is copied, as in the constraint ``offload``.
 
     Raises:
         ConstraintError: A device has no figure for its link to the host.
     """
     fault = offload_fault(cluster)
     if fault:
-        raise ConstraintError(f"constraint offload='optimizer': {fault}")
+        raise ConstraintError(f"constraint offload={what!r}: {fault}")
     devices = [machine.device for machine in cluster.machines]
-    return 2 / min(
+    slowest = min(
         d.memory_bandwidth_bytes_per_s / 2 if d.kind is DeviceKind.CPU else d.host_link_bytes_per_s
         for d in devices
     )
+    return CopyPrice(1 / slowest, max(d.launch_overhead_s for d in devices))
 
 
 def resident_bytes(state_bytes: int, largest_bytes: int, *, is_cpu: bool = False) -> int:

@@ -18,6 +18,7 @@ from cost_models.simulate import StageSeconds, simulate
 from cost_models.spans import Simulation
 
 K = ActionKind
+_THERE, _BACK = "saved values to host memory", "saved values from host memory"
 _PASSES = (K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT)
 
 
@@ -99,6 +100,12 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
             return [compute]
         return [compute, Segment(lane=Lane.INTRA, seconds=comm_s, label="collectives")]
 
+    def with_copies(found: list[Segment], copy_s: float, label: str) -> list[Segment]:
+        """Copies beside a pass; what of them is waited for is in its seconds."""
+        if not copy_s > 0:
+            return found
+        return [Segment(lane=Lane.COPY, seconds=copy_s, label=label, overlaps=True), *found]
+
     def copy(label: str) -> Segment:
         return Segment(lane=Lane.COPY, seconds=time.copy_s / 2, label=label)
 
@@ -107,10 +114,14 @@ def _seconds(stage: StagePlan, num_microbatches: int) -> StageSeconds:
     input_comm_s = min(time.backward_comm_s, input_s)
     return StageSeconds(
         segments={
-            K.BACKWARD_INPUT: parts(input_s, input_comm_s),
+            K.BACKWARD_INPUT: with_copies(parts(input_s, input_comm_s), time.fetch_s, _BACK),
             K.BACKWARD_WEIGHT: parts(time.weight_s, time.backward_comm_s - input_comm_s),
-            K.FORWARD: parts(time.forward_s, time.forward_comm_s),
-            K.BACKWARD: parts(time.backward_s, time.backward_comm_s),
+            K.FORWARD: with_copies(
+                parts(time.forward_s, time.forward_comm_s), time.offload_s, _THERE
+            ),
+            K.BACKWARD: with_copies(
+                parts(time.backward_s, time.backward_comm_s), time.fetch_s, _BACK
+            ),
             K.REDUCE_GRAD: parts(time.reduce_s / reductions, time.reduce_s / reductions),
             K.UNSHARD: parts(time.unshard_s, time.unshard_s),
             K.OPTIMIZER: [

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from autopar.ir.graph import Arg, Graph, Meta, Node, Ref, TensorMeta
 from autopar.sharding.buckets import PACK, UNPACK, lies_as_it_is
+from autopar.sharding.host_copies import ON_DEVICE
 from cost_models.flops import VIEW_OPS
 
 Strides = tuple[int, ...]
@@ -144,6 +145,9 @@ class _Tracker:
         if node.op == PACK:
             self.packed.add(node.name)
         is_packed = isinstance(source, Ref) and source.name in self.packed
+        if node.op == ON_DEVICE and isinstance(source, Ref) and isinstance(meta, TensorMeta):
+            self.alias(node.name, self.of[source.name], contiguous_strides(meta.shape))
+            return
         if node.op == "comm.all_reduce" and is_packed and isinstance(meta, TensorMeta):
             # done in place: see Collective.is_given of the runtime
             self.alias(node.name, self.of[node.refs()[0]], contiguous_strides(meta.shape))

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from autopar.capture.torch_ops import FACTORIES, torch_callable, torch_dtype
 from autopar.errors import PassError
 from autopar.ir.graph import Arg, Dtype, Graph, Node, Ref, TensorMeta
+from autopar.sharding.host_copies import TO_DEVICE
 from autopar.torch_compat import fake_mode
 from passes.base import NAME_KEY, VALUE_KEY, PassContext
 from passes.comm_ops import COMM_NAMES, COMM_OPS, result_shape
@@ -96,7 +97,7 @@ def _emit_node(
 
     args = tuple(translate(arg) for arg in source.args)
     kwargs = {key: translate(value) for key, value in source.kwargs}
-    if source.op in FACTORIES:
+    if source.op in FACTORIES or source.op == TO_DEVICE:
         kwargs["device"] = ctx.device  # type: ignore[assignment]  # fx accepts devices
     node = target_graph.create_node("call_function", target, args, kwargs, fx_name(source.name))  # type: ignore[arg-type]
     node.meta[NAME_KEY] = source.name

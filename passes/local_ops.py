@@ -32,6 +32,7 @@ pack(tensors, dims, parts)               (parts, n): tensors side by side, the d
 unpack(flat, shapes, dims)               of (parts, n) the tensors again, their blocks put together
                                          along their dims and cut to their shapes; views where a
                                          tensor lies as it is (dim None, or one part of dim 0)
+to_host, on_host, to_device, on_device   copies to host memory and back: passes/host_copies.py
 =======================================  ==========================================================
 """
 
@@ -43,7 +44,9 @@ from types import MappingProxyType
 import torch
 
 from autopar.sharding.buckets import lies_as_it_is, packed_shape
+from autopar.sharding.host_copies import ON_DEVICE, ON_HOST, TO_DEVICE, TO_HOST
 from autopar.sharding.placement import shard_size
+from passes.host_copies import on_device, on_host, to_device, to_host
 
 
 def shard(x: torch.Tensor, dim: int, coord: int, parts: int) -> torch.Tensor:
@@ -244,6 +247,10 @@ LOCAL_OPS: Mapping[str, Callable[..., object]] = MappingProxyType(
         "local.put_heads": put_heads,
         "local.pack": pack,
         "local.unpack": unpack,
+        TO_HOST: to_host,
+        ON_HOST: on_host,
+        TO_DEVICE: to_device,
+        ON_DEVICE: on_device,
     }
 )
 """Implementations by operator name."""

@@ -42,9 +42,11 @@ class ConstraintOptions(TypedDict, total=False):
         sequence_parallel: True forces, False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch: another function of the
             batch, as gradient accumulation on one device.
-        offload: ``"never"`` (also if left out); ``"allowed"``: the optimizer's state is kept in
-            host memory where nothing else fits or that is faster; ``"optimizer"``: it is kept
-            there, and each step brings it to the device chunk by chunk.
+        offload: ``"never"`` (also if left out); ``"optimizer"``: the optimizer's state is kept in
+            host memory, and each step brings it to the device chunk by chunk; ``"activations"``:
+            what forward keeps for backward is kept there, as much of it as is best, beside what is
+            made again; a sequence of both; ``"allowed"``: either, where nothing else fits or that
+            is faster.
     """
 
     dp: int | None
@@ -61,7 +63,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch_statistics: bool
     expert_capacity: float | None
     warmup: Sequence[int] | None
-    offload: str | None
+    offload: str | Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class UserConstraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: Sequence[int] | None = None
-    offload: str | None = None
+    offload: str | Sequence[str] | None = None
 
     def for_solver(self) -> Constraints:
         """The same in the solver's type.
@@ -114,8 +116,15 @@ class UserConstraints:
             microbatch_statistics=self.microbatch_statistics,
             expert_capacity=self.expert_capacity,
             warmup=None if self.warmup is None else tuple(self.warmup),
-            offload=self.offload,
+            offload=_offload(self.offload),
         )
+
+
+def _offload(wish: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """A word, or a tuple of several."""
+    if wish is None or isinstance(wish, str):
+        return wish
+    return wish[0] if len(wish) == 1 else tuple(wish)
 
 
 def user_constraints(options: ConstraintOptions) -> UserConstraints:

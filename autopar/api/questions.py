@@ -15,8 +15,9 @@ from autopar.api.profiling import prices_for
 from autopar.capture.normalise import with_stable_names, without_dead
 from autopar.capture.tracing import Captured
 from autopar.cluster import Cluster, Device, DeviceKind, parse_devices
+from autopar.errors import ConfigError
 from autopar.ir.graph import Graph, InputKind
-from autopar.ir.precision import lower_precision, widen_gradients
+from autopar.ir.precision import check_precision, lower_precision, widen_gradients
 from autopar.plan.answers import ParamExplanation, PlanExplanation, WhyNot
 from autopar.plan.types import Plan
 from autopar.report.facts import with_words
@@ -29,10 +30,10 @@ from autopar.solver.planning import Planner
 from autopar.solver.question import Asker, Progress, Question, constraints_key, grown
 from autopar.solver.relax import solve_or_explain
 from autopar.solver.replan import Replan, change_of, pipelines_in_place, replan
-from autopar.solver.why_not import why_not
+from autopar.solver.why_not import OtherProgram, why_not
 
 if TYPE_CHECKING:
-    from autopar.solver.search import SearchStats
+    from autopar.solver.search_stats import SearchStats
 
 logger = logging.getLogger("autopar.progress")
 
@@ -124,17 +125,27 @@ def _grown(cluster: Cluster, factor: int, profile: Path | None) -> Cluster:
 
 def _programs(captured: Captured) -> dict[str, Callable[[], Graph]]:
     """The program in a lower precision, if it computes in float32 throughout."""
-    params = list(captured.graph.of_kind(InputKind.PARAM))
-    is_whole = all(p.meta is None or p.meta.dtype == "float32" for p in params)
-    if captured.precision is not None or not params or not is_whole:
+    if _fault_of_precision(captured):
         return {}
     low = "bf16"
+    return {f"compute in precision={low!r} (float32 masters stay)": lambda: _lowered(captured, low)}
 
-    def lowered() -> Graph:
-        graph = without_dead(lower_precision(captured.graph, low))
-        return with_stable_names(without_dead(widen_gradients(graph)))
 
-    return {f"compute in precision={low!r} (float32 masters stay)": lowered}
+def _fault_of_precision(captured: Captured) -> str:
+    """Why a captured program can't be had in another precision; "" if it can."""
+    if captured.precision is not None:
+        return f"was captured in {captured.precision}"
+    params = list(captured.graph.of_kind(InputKind.PARAM))
+    if not params:
+        return "has no parameters"
+    other = next((p for p in params if p.meta and p.meta.dtype != "float32"), None)
+    return f"has {other.param!r} in {other.meta.dtype}" if other and other.meta else ""
+
+
+def _lowered(captured: Captured, precision: str) -> Graph:
+    """A program in float32 throughout as it is captured with ``precision=``."""
+    graph = without_dead(lower_precision(captured.graph, precision))
+    return with_stable_names(without_dead(widen_gradients(graph)))
 
 
 def planner_for(
@@ -349,6 +360,32 @@ class Questions:
         return explain_parameters_with_model(self.asker, self.plan, pattern)
 
     def why_not(self, constraints: Mapping[str, object]) -> WhyNot:
-        """What a constraint would do to the plan."""
-        wished = user_constraints(cast("ConstraintOptions", dict(constraints)))
-        return why_not(self.asker, self.plan, wished.for_solver())
+        """What a constraint, or another ``precision``, would do to the plan.
+
+        Raises:
+            ConfigError: Nothing is asked for, there is no such option, or the program can't be had
+                in that precision.
+        """
+        given = dict(constraints)
+        precision = given.pop("precision", None)
+        wished = user_constraints(cast("ConstraintOptions", given)).for_solver()
+        if precision is None:
+            return why_not(self.asker, self.plan, wished)
+        return why_not(self.asker, self.plan, wished, program=self._in_precision(precision))
+
+    def _in_precision(self, precision: object) -> OtherProgram:
+        """The same model computed in another precision."""
+        word = check_precision(str(precision))
+        fault = _fault_of_precision(self.captured)
+        if fault:
+            raise ConfigError(
+                f"why not precision={word!r}: the model {fault}, and only a program in float32 "
+                "throughout can be put in another precision; plan it with "
+                f"autopar.compile(..., precision={word!r}) and compare with plan.diff()"
+            )
+        return OtherProgram(
+            graph=_lowered(self.captured, word),
+            words=f"precision={word!r}",
+            note=f"the numbers change: {word} is computed in, parameters and state stay in float32",
+            precision=word,
+        )

@@ -35,7 +35,9 @@ def explain(args: argparse.Namespace) -> int:
 
 def why_not(args: argparse.Namespace) -> int:
     """``autopar why-not``."""
-    wished = decisions(args)
+    wished: dict[str, object] = dict(decisions(args))
+    if args.precision:
+        wished["precision"] = args.precision
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
     answer = _questions(args, args.model, plan, devices=args.devices).why_not(wished)
     show_answer(answer, args, headline=answer.headline)

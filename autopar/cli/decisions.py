@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     "dp", "tp", "pp", "virtual", "num_microbatches", "schedule", "sequence_parallel",
-    "microbatch_statistics", "expert_capacity", "offload",
+    "microbatch_statistics", "expert_capacity",
 )  # fmt: skip
 
 
@@ -29,6 +29,8 @@ def decisions(args: argparse.Namespace) -> ConstraintOptions:
     }
     if args.recompute:
         given["recompute"] = _recompute(args.recompute)
+    if args.offload:
+        given["offload"] = args.offload.split(",")
     if args.warmup:
         given["warmup"] = _depths("--warmup", args.warmup)
     if args.zero:

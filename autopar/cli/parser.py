@@ -152,8 +152,9 @@ def _decisions(parser: argparse.ArgumentParser, title: str, text: str) -> None:
     fixed.add_argument("--microbatch-statistics", action="store_true", default=None)
     fixed.add_argument("--expert-capacity", type=float, metavar="SHARES")
     fixed.add_argument(
-        "--offload", metavar="WORD", help="never, allowed; optimizer: its state in host memory"
-    )
+        "--offload", metavar="WORD[,WORD]",
+        help="never, allowed; optimizer: its state in host memory; activations: saved values there",
+    )  # fmt: skip
 
 
 def _report(found: Commands[argparse.ArgumentParser]) -> None:
@@ -195,6 +196,9 @@ def _why_not(found: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("plan", metavar="PLAN.json")
     _devices_of_plan(parser)
     _decisions(parser, "the other decision", "at least one")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="compute in it: numbers change"
+    )
     parser.set_defaults(run=asking.why_not)
 
 

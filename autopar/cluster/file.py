@@ -140,6 +140,7 @@ def dump_cluster(cluster: Cluster) -> str:
                 "intra": asdict(machine.intra),
                 "inter": asdict(machine.inter),
                 **({"site": machine.site} if machine.site else {}),
+                **({"host_memory": machine.host_memory_bytes} if machine.host_memory_bytes else {}),
             }
         )
     data = {
@@ -247,7 +248,8 @@ def _curve(parent: _Entry, old: EfficiencyCurve) -> EfficiencyCurve:
 def _machines(
     where: str, value: object, presets: Mapping[str, Preset], bare: Mapping[str, Device]
 ) -> list[Machine]:
-    entry = _Entry(where, value, {"count", "devices", "device", "speed", "intra", "inter", "site"})
+    known = {"count", "devices", "device", "speed", "intra", "inter", "site", "host_memory"}
+    entry = _Entry(where, value, known)
     name = entry.text("device")
     preset = presets.get(name) or presets.get(ALIASES.get(name.lower(), name.lower()))
     if name in bare:  # the file's own device, though a preset may be known by that name as well
@@ -268,6 +270,7 @@ def _machines(
         intra=_link(entry, "intra", preset.intra if preset else None),
         inter=_link(entry, "inter", preset.inter if preset else None),
         site=entry.text("site", ""),
+        host_memory_bytes=entry.amount("host_memory", 0),
     )
     count = entry.count("count", 1)
     if count * machine.num_devices > MAX_DEVICES:

@@ -95,6 +95,8 @@ class Machine:
         intra: Between two of them.
         inter: To other machines, as one device sees it.
         site: Where it stands, if machines stand in several places.
+        host_memory_bytes: Memory of the host that its devices may fill together; 0 where it is not
+            known, and nothing is refused for it.
     """
 
     device: Device
@@ -102,8 +104,14 @@ class Machine:
     intra: Link
     inter: Link
     site: str = ""
+    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.host_memory_bytes < 0:
+            raise ConfigError(
+                f"machine of {self.device.name!r}: host_memory_bytes is "
+                f"{self.host_memory_bytes}, must be at least 0"
+            )
         if self.num_devices < 1:
             raise ConfigError(
                 f"machine of {self.device.name!r}: has {self.num_devices} devices, needs at least 1"

@@ -30,10 +30,12 @@ class TensorMeta:
     Attributes:
         shape: Sizes of the dims.
         dtype: torch's name of the element type without the prefix, such as ``"float32"``.
+        on_host: Whether it lies in the host's memory, in a local program that copies it there.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    on_host: bool = False
 
     @property
     def numel(self) -> int:
@@ -42,8 +44,13 @@ class TensorMeta:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor when it is dense."""
-        return self.numel * ITEM_BYTES[self.dtype]
+        """Bytes that the tensor takes on its device when it is dense; none if it is on the host."""
+        return 0 if self.on_host else self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the tensor takes of the host's memory."""
+        return self.numel * ITEM_BYTES[self.dtype] if self.on_host else 0
 
     @property
     def is_float(self) -> bool:

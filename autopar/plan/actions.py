@@ -14,8 +14,9 @@ class ActionKind(StrEnum):
     """Kinds of action; the values are the words of the CSV form.
 
     ``I`` and ``W`` are the two halves of a backward: the gradients of a stage's inputs, and those
-    of its weights. OFFLOAD and RELOAD (saved values to host memory and back) and OPTIMIZER are
-    simulated; no rank runs them.
+    of its weights. OFFLOAD and RELOAD (saved values to host memory and back between forward and
+    backward) and OPTIMIZER are simulated; no rank runs them. What programs copy to the host they
+    copy inside F and B.
     """
 
     FORWARD = "F"

@@ -123,6 +123,13 @@ def _splits(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     if plan.offload not in ("", "optimizer"):
         yield f"it offloads {plan.offload!r}; what can be in host memory is 'optimizer', its state"
+    for stage in plan.stages:
+        remade = set(stage.offload) & set(stage.recompute)
+        if remade:
+            yield (
+                f"stage {stage.index} both recomputes {sorted(remade)[0]!r} and keeps it in host "
+                "memory"
+            )
     if 0 < plan.memory_limit_bytes < plan.peak_bytes:
         yield (
             f"it needs {plan.peak_bytes:,} bytes on the worst device, "

@@ -91,6 +91,8 @@ def decisions_of(
         choices=choices,
         firsts=tuple(s.first for s in plan.stages[1:]),
         recompute=frozenset(op for s in plan.stages for op in s.recompute),
+        offload=frozenset(op for s in plan.stages for op in s.offload),
+        offload_window_bytes=plan.offload_window_bytes,
         zero_levels=tuple(s.zero_level for s in plan.stages),
         gather_outputs=gather_outputs,
     )

@@ -189,6 +189,8 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
     if len(before.stages) != len(after.stages):
         counts = [sum(len(s.recompute) for s in plan.stages) for plan in (before, after)]
         rows.append(("operators recomputed", f"{counts[0]:,}", f"{counts[1]:,}"))
+        away = [sum(s.offload_bytes for s in plan.stages) for plan in (before, after)]
+        rows.append(("saved values in host memory", format_bytes(away[0]), format_bytes(away[1])))
         return _changes(rows)
     for old, new in zip(before.stages, after.stages, strict=True):
         where = f"stage {old.index}"
@@ -196,6 +198,7 @@ def _stages(before: Plan, after: Plan) -> list[Change]:
             (f"{where} ranks", _ranks(old), _ranks(new)),
             (f"{where} begins with", _start(old), _start(new)),
             (f"{where} recomputes", _recomputed(old), _recomputed(new)),
+            (f"{where} in host memory", _on_host(old), _on_host(new)),
         ]
     return _changes(rows)
 
@@ -214,6 +217,10 @@ def _start(stage: StagePlan) -> str:
 def _recomputed(stage: StagePlan) -> str:
     count = len(stage.recompute)
     return f"{count:,} operator{'' if count == 1 else 's'}"
+
+
+def _on_host(stage: StagePlan) -> str:
+    return f"{format_bytes(stage.offload_bytes)} of saved values per micro-batch"
 
 
 def _splits(before: Plan, after: Plan) -> list[Change]:

@@ -150,7 +150,8 @@ def plan_name(plan: Plan) -> str:
     count = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f"of {count:,} operators" if count else "none"
     name = candidate_name(plan.mesh, plan.num_microbatches, plan.schedule.value, levels, recompute)
-    return f"{name}, optimizer state in host memory" if plan.offload else name
+    name += ", optimizer state in host memory" if plan.offload else ""
+    return f"{name}, saved values in host memory" if plan.offloads_activations else name
 
 
 def largest_parts(memory: MemoryParts) -> str:
@@ -201,6 +202,10 @@ def _memory_binding(plan: Plan) -> list[Binding]:
     if count:
         which = "" if len(plan.stages) == 1 else f" in {count} of {len(plan.stages)} stages"
         paid.append(f"operators are recomputed{which}")
+    count = sum(bool(stage.offload) for stage in plan.stages)
+    if count:
+        which = "" if len(plan.stages) == 1 else f" in {count} of {len(plan.stages)} stages"
+        paid.append(f"saved values go to host memory{which}")
     levels = [s.zero_level for s in plan.stages]
     if max(levels[s] for s in plan.mesh.stages_of(rank)) >= 2:
         paid.append(f"ZeRO {level_words(levels)} shards state")

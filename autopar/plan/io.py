@@ -24,8 +24,8 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 5
-READABLE = (1, 2, 3, 4, 5)
+VERSION = 6
+READABLE = (1, 2, 3, 4, 5, 6)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -44,9 +44,16 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "cost_bound": (None, 4),
         "cost_limit": (None, 4),
         "offload": ("", 5),
+        "offload_window_bytes": (0, 6),
     },
     "MeshShape": {"placement": ("loop", 4)},
-    "TimeParts": {"weight_s": (0.0, 4), "copy_s": (0.0, 5)},
+    "StagePlan": {"offload": ([], 6), "offload_bytes": (0, 6)},
+    "TimeParts": {
+        "weight_s": (0.0, 4),
+        "copy_s": (0.0, 5),
+        "offload_s": (0.0, 6),
+        "fetch_s": (0.0, 6),
+    },
     "Candidate": {"terms": (None, 4), "warmup": (None, 4), "zero_levels": ([], 5)},
 }
 """Record -> fields that came later: their value in older files, and the first version."""

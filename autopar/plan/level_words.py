@@ -16,7 +16,7 @@ def level_words(levels: Sequence[int]) -> str:
         stages.setdefault(level, []).append(stage)
     if len(stages) <= 1:
         return str(next(iter(stages), 0))
-    return ", ".join(f"{level} in {_stages(own)}" for level, own in sorted(stages.items()))
+    return ", ".join(f"{level} in {stages_in_words(own)}" for level, own in sorted(stages.items()))
 
 
 def short_levels(levels: Sequence[int]) -> str:
@@ -28,7 +28,7 @@ def short_levels(levels: Sequence[int]) -> str:
     return "/".join(map(str, sorted(set(levels)))) or "-"
 
 
-def _stages(numbers: Sequence[int]) -> str:
+def stages_in_words(numbers: Sequence[int]) -> str:
     """Such as ``stages 0-2 and 5``."""
     runs: list[list[int]] = []
     for number in numbers:

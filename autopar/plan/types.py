@@ -172,6 +172,8 @@ class TimeParts:
     ``forward_s`` and ``backward_s`` include their collectives. ``weight_s`` is the part of
     ``backward_s`` that makes the gradients of weights, where a schedule runs it apart; else 0.
     ``copy_s`` is the part of ``optimizer_s`` that copies its state from host memory and back.
+    ``offload_s`` and ``fetch_s`` are copies of saved values to host memory in a forward and back in
+    a backward, beside computing; what of them is waited for is in ``forward_s`` and ``backward_s``.
     """
 
     forward_s: float = 0.0
@@ -184,6 +186,8 @@ class TimeParts:
     optimizer_s: float = 0.0
     weight_s: float = 0.0
     copy_s: float = 0.0
+    offload_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +221,8 @@ class StagePlan:
         zero_level: ZeRO level of its parameters over dp.
         parameters: Number of parameter elements of the whole stage.
         num_in_flight: Most micro-batches alive at once.
+        offload: Forward operators whose values are kept for backward in host memory.
+        offload_bytes: Bytes of them of one micro-batch on a device.
     """
 
     index: int
@@ -230,6 +236,8 @@ class StagePlan:
     memory: MemoryParts = field(default_factory=MemoryParts)
     time: TimeParts = field(default_factory=TimeParts)
     collectives: tuple[CollectiveTotal, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +318,10 @@ class Plan:
         peak_at: When that is, in words: stage, pass, micro-batch, operator; "" if not known.
         memory_limit_bytes: The limit it was made under.
         optimizer: Optimizer assumed for state bytes.
-        offload: What is kept in host memory: ``"optimizer"``, its state; "" for nothing.
+        offload: What is kept in host memory all the time: ``"optimizer"``, its state; "" for
+            nothing. What stages keep there of a micro-batch is in :class:`StagePlan`.
+        offload_window_bytes: Bytes of saved values on a device that are under way to host memory,
+            or back before they are read, at once.
         unruled: Operators without a rule (replicated), as ``"op at source"``.
         assumptions: What was taken for granted, in sentences.
         provenance: Versions and sources of prices.
@@ -367,6 +378,12 @@ class Plan:
     cost_bound: float | None = None
     cost_limit: float | None = None
     offload: str = ""
+    offload_window_bytes: int = 0
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether saved values of any stage are kept in host memory."""
+        return any(stage.offload for stage in self.stages)
 
     @property
     def gap(self) -> float:
@@ -455,7 +472,8 @@ class Plan:
             f"{format_time(self.time_s)} per step, {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.memory_limit_bytes)} on the worst device"
             + (f", {self.precision} with float32 masters" if self.precision else "")
-            + (", optimizer state in host memory" if self.offload else ""),
+            + (", optimizer state in host memory" if self.offload else "")
+            + (", saved values in host memory" if self.offloads_activations else ""),
         ]
         lines += [
             f"stage {s.index}: {_ranks(s.devices)}, {_counted(s.parameters, 'parameter')}, "

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from autopar.ir.graph import Graph
 from autopar.plan.explain import explain_plan
+from autopar.plan.level_words import stages_in_words
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
@@ -179,9 +180,25 @@ def _header(plan: Plan, width: int) -> Lines:
     rows.append(("memory", f"{peak}, predicted"))
     if plan.peak_at:
         rows.append(("peak", plan.peak_at))
+    rows += [("to the host", text) for text in offload_words(plan)]
     if plan.mode == "train":
         rows.append(("optimizer", f"{plan.optimizer}, assumed{_copies(plan)}"))
     return pairs(rows, width)
+
+
+def offload_words(plan: Plan) -> list[str]:
+    """What stages keep in host memory of a micro-batch; stages that do alike in one line."""
+    found: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        if stage.offload:
+            time = stage.time
+            text = (
+                f"{format_bytes(stage.offload_bytes)} of activations per micro-batch and device, "
+                f"{format_time(time.offload_s)} there and {format_time(time.fetch_s)} back, "
+                "beside computing"
+            )
+            found.setdefault(text, []).append(stage.index)
+    return [f"{stages_in_words(stages)}: {text}" for text, stages in found.items()]
 
 
 def _copies(plan: Plan) -> str:

@@ -159,7 +159,8 @@ class CompiledModule(torch.nn.Module):
 
         Args:
             constraints: As in :func:`autopar.compile`; one that the plan was made under is set
-                aside if it is given another value.
+                aside if it is given another value. Also ``precision``, of a model in float32: the
+                numbers change.
         """
         return _questions(self).why_not(constraints)
 

@@ -32,6 +32,7 @@ from autopar.runtime.load import LoadedPrograms
 from autopar.runtime.messages import Mailbox, Tensors, receive
 from autopar.runtime.requests import Running, Send
 from autopar.runtime.shares import in_memory
+from autopar.sharding.host_copies import is_host_name
 from autopar.sharding.placement import Varying, local_shape
 
 
@@ -333,7 +334,10 @@ class RankStep:
             raise PassError(f"{program.name} reads {error}, which nobody gave") from error
 
     def saved_bytes(self) -> int:
-        """Bytes held between F and B now: each storage once; parameters and arguments left out."""
+        """Bytes held on the device between F and B now: each storage once.
+
+        Parameters, arguments and copies in host memory are left out.
+        """
         users = map(in_memory, self.inputs.users.values())
         other = [*self.inputs.params.values(), *users, *self.buffers.values()]
         for copies in (*self._compute.values(), *self._prologue.values()):
@@ -341,8 +345,8 @@ class RankStep:
         seen = {storage_of(t) for t in other}
         total = 0
         for saved in self._saved.values():
-            for tensor in saved.values.values():
-                if storage_of(tensor) not in seen:
+            for name, tensor in saved.values.items():
+                if not is_host_name(name) and storage_of(tensor) not in seen:
                     seen.add(storage_of(tensor))
                     total += tensor.untyped_storage().nbytes()
         return total

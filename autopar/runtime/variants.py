@@ -193,6 +193,7 @@ def transfer(
         choices=choices,
         firsts=_transfer_firsts(decisions.firsts, old, renamed, new),
         recompute=frozenset(renamed[n] for n in decisions.recompute if n in renamed),
+        offload=frozenset(renamed[n] for n in decisions.offload if n in renamed),
     )
     return moved, fitted
 

@@ -156,7 +156,7 @@ class _Reader:
                     side,
                     tuple(wiring),
                     tuple([id(table.get(name)) for table in tables]),
-                    name in decisions.recompute,
+                    (name in decisions.recompute, name in decisions.offload),
                     name in stage_map.backward,
                     tuple([r > stage for r in readers]),
                 )

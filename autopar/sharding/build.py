@@ -18,6 +18,7 @@ from autopar.ir.graph import (
 from autopar.ir.precision_rules import sum_dtype
 from autopar.sharding.alike import Likeness, Words, likeness
 from autopar.sharding.decisions import Decisions
+from autopar.sharding.host_copies import with_host_copies
 from autopar.sharding.localize import Layouts, Signatures, StageBody, StageLocalizer
 from autopar.sharding.parameters import Mover, param_spec, parameter_inputs
 from autopar.sharding.placement import Layout, R, Varying
@@ -77,7 +78,10 @@ def localize(
     stage_map = assign_stages(graph, decisions.firsts)
     demands = stage_demands(graph, stage_map, decisions.gather_outputs)
     kept = kept or KeptBodies()
-    key = replace(decisions, recompute=frozenset(), zero_levels=())
+    key = replace(
+        decisions, recompute=frozenset(), offload=frozenset(), offload_window_bytes=0,
+        zero_levels=(),
+    )  # fmt: skip
     if kept.decisions != key or kept.layouts is None:
         kept.decisions, kept.layouts, kept.bodies = key, Layouts.of(graph, decisions), {}
     layouts, count = kept.layouts, stage_map.num_stages
@@ -315,12 +319,18 @@ class _Builder:
         metas = body.emitter.metas
         in_backward = dict(describe)
         in_backward.update({n: (InputKind.SAVED, n, metas[n]) for n in saved})
+        forward, backward = with_host_copies(
+            assemble(half.forward, forward_outputs, describe),
+            assemble(half.backward, backward_outputs, in_backward),
+            self.decisions.offload,
+            self.decisions.offload_window_bytes,
+        )
         return StagePrograms(
             index=body.index,
             unshard=self._unshard(body),
             prologue=self._prologue(body),
-            forward=assemble(half.forward, forward_outputs, describe),
-            backward=assemble(half.backward, backward_outputs, in_backward),
+            forward=forward,
+            backward=backward,
             reduce=self._reduce(body),
             finish=self._finish(body),
         )

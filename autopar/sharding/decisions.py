@@ -22,6 +22,10 @@ class Decisions:
             listed is replicated.
         firsts: First forward operator of stages 1, 2, ...; one stage if empty.
         recompute: Forward operators (global names) whose values are not kept for backward.
+        offload: Forward operators whose values are kept for backward in host memory, where they are
+            kept (:mod:`autopar.sharding.host_copies`).
+        offload_window_bytes: Bytes on a device that are under way to the host at once, and that
+            come back before they are read; a single value may be larger.
         zero_levels: ZeRO level of each stage's parameters; 0 where the tuple is short.
         gather_outputs: Paths of outputs to return whole; the others are not computed.
     """
@@ -30,6 +34,8 @@ class Decisions:
     choices: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
     firsts: tuple[str, ...] = ()
     recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    offload_window_bytes: int = 0
     zero_levels: tuple[int, ...] = ()
     gather_outputs: frozenset[str] = frozenset()
 

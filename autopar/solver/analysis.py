@@ -40,7 +40,7 @@ from autopar.solver.splits_structure import (
 from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
-from cost_models.offload import offload_s_per_byte
+from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte
 
 PROBE_ELEMENTS = 1 << 26  # large enough that bandwidth alone decides
 # Constraints that change blocks, data splits or split problems; all others only leave shapes out.
@@ -107,6 +107,7 @@ class Analysis:
     _joint_dp: dict[tuple[int, int], dict[str, Placement]] = field(default_factory=dict)
     _batch_size: int = 0
     _before: Analysis | None = None
+    _siblings: dict[bool | None, Analysis] = field(default_factory=dict)
     _facts: GraphFacts | None = None
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
@@ -164,7 +165,21 @@ class Analysis:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer's state is kept in host memory."""
-        return self.constraints.offload == "optimizer" and self.trains
+        return self.constraints.offloads_optimizer and self.trains
+
+    @property
+    def host_copies(self) -> CopyPrice | None:
+        """What a copy of saved values to host memory takes; None where they stay.
+
+        On CPUs they stay: the host's memory is theirs.
+
+        Raises:
+            ConstraintError: They may go there, and the way has no figure.
+        """
+        wish = self.constraints
+        if not (self.trains and wish.may_offload_activations) or is_cpu(self.cluster):
+            return None
+        return copy_price(self.cluster, "activations")
 
     @property
     def resident_optimizer(self) -> str:
@@ -180,15 +195,25 @@ class Analysis:
             ConstraintError: The constraints contradict the model.
         """
         own = self.constraints
-        if any(getattr(own, name) != getattr(constraints, name) for name in _SHAPING) or (
-            constraints.placements and own.tp != constraints.tp
-        ):
+        changed = {n for n in _SHAPING if getattr(own, n) != getattr(constraints, n)}
+        if changed - {"sequence_parallel"} or (constraints.placements and own.tp != constraints.tp):
             return Analysis(self.graph, self.cluster, self.model, constraints, self.optimizer)
-        other = copy.copy(self)
+        other = copy.copy(self._sibling(constraints) if changed else self)
         other.constraints = constraints
         other._check_depth()
         other._check_schedule()
         return other
+
+    def _sibling(self, constraints: Constraints) -> Analysis:
+        """The same with other splits to choose from: blocks, named dims and prices are kept."""
+        wish = constraints.sequence_parallel
+        if wish not in self._siblings:
+            other = copy.copy(self)
+            other._siblings = {self.constraints.sequence_parallel: self}
+            other._requests, other._problems, other.shared = {}, {}, {}
+            other._before = None
+            self._siblings[wish] = other
+        return self._siblings[wish]
 
     def on(self, cluster: Cluster, model: CostModel) -> Analysis:
         """The same model on another cluster; what does not depend on it is shared.
@@ -204,6 +229,7 @@ class Analysis:
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
         other._groups, other.shared, other._before = {}, {}, None
+        other._siblings = {}
         other.optimizer_s_per_byte = other._update_s_per_byte()
         if isinstance(model, Comparable) and model.prices_like(self.model):
             other._before = self

@@ -12,6 +12,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import applied_constraints
 from autopar.solver.exact import ExactFigures
+from autopar.solver.host_room import HostShortage
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.row_budgets import row_budgets
 from autopar.solver.stages_problem import bounds
@@ -31,13 +32,15 @@ class Outcome:
         ranked: Shape, splits, cuts.
         decisions: The same for localize.
         figures: Exact seconds and bytes.
-        fits: Whether its peak is within the limit.
+        fits: Whether its peak is within the limit, and the hosts have room.
+        host: The host that lacks memory, if one does.
     """
 
     ranked: Ranked
     decisions: Decisions
     figures: ExactFigures
     fits: bool
+    host: HostShortage | None = None
 
     @property
     def step_s(self) -> float:
@@ -120,6 +123,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         memory_limit_bytes=field.limit_bytes,
         optimizer=analysis.optimizer,
         offload="optimizer" if analysis.offloads else "",
+        offload_window_bytes=winner.decisions.offload_window_bytes,
         constraints=_constraints(analysis, defaults),
         runners_up=_runners_up(winner, field),
         unruled=_unruled(analysis),
@@ -141,6 +145,9 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
         recompute = tuple(
             name for i in range(low, high) for name in ranked.table.recompute[i][words[i]]
         )
+        offload = tuple(
+            name for i in range(low, high) for name in ranked.table.offload[i][words[i]]
+        )
         plans.append(
             StagePlan(
                 index=index,
@@ -154,6 +161,8 @@ def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
                 memory=figures.memory,
                 time=figures.time,
                 collectives=figures.collectives,
+                offload=offload,
+                offload_bytes=figures.host_bytes,
             )
         )
     return tuple(plans)
@@ -230,6 +239,8 @@ def _runners_up(winner: Outcome, field: Field) -> tuple[Candidate, ...]:
         peak = outcome.figures.peak_bytes
         if outcome.fits:
             reason = "simulated: " + reason_text(outcome.figures.step_s, best_s)
+        elif outcome.host is not None:
+            reason = str(outcome.host)
         else:
             reason = f"needs {format_bytes(peak)}, the limit is {format_bytes(field.limit_bytes)}"
         shape = outcome.ranked.shape

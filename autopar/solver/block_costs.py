@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Node
 from autopar.sharding.decisions import Choice
@@ -24,6 +24,7 @@ from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.chain_sums import Chain
+from autopar.solver.option_names import option_names
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
@@ -35,8 +36,9 @@ from autopar.solver.stages_problem import BlockMenu, Option
 from cost_models.flops import OpClass, work_of
 
 FINE_MENU_SIZE = 24  # for a plan that is kept: between two points of a menu lies much memory
-Choices = dict[object, tuple[frozenset[int], ...]]
-"""Structure of a block -> what is made again in the choices of its menu."""
+Choices = dict[object, tuple[tuple[frozenset[int], frozenset[int]], ...]]
+"""Structure of a block -> what is made again, and what is in host memory, in its menu's choices."""
+_Names = Mapping[str, tuple[str, ...]]
 KEPT_CLASSES = frozenset({OpClass.MATMUL, OpClass.ATTENTION, OpClass.CONV})
 
 
@@ -48,6 +50,7 @@ class BlockTable:
         menus: By block.
         boundary_bytes: Per boundary, bytes of a message forward and of one backward.
         recompute: Per block, option name -> forward operators whose values are not kept.
+        offload: Per block, option name -> forward operators whose values are kept in host memory.
         sizes: Sizes of mb, dp, tp of the mesh whose problem has the work.
         problem: That problem.
         is_exact: Whether no choice of what is kept is better than the menus' own.
@@ -58,6 +61,7 @@ class BlockTable:
     menus: tuple[BlockMenu, ...]
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
+    offload: tuple[Mapping[str, tuple[str, ...]], ...]
     sizes: tuple[int, int, int]
     problem: SplitsProblem
     is_exact: bool
@@ -129,6 +133,7 @@ class BlockTables:
             menus=_with_costs(base.menus, costs, (parameters or problem).num_reduces),
             boundary_bytes=base.boundary_bytes,
             recompute=base.recompute,
+            offload=base.offload,
             sizes=sizes,
             problem=problem,
             is_exact=base.is_exact,
@@ -205,12 +210,14 @@ class _Base:
         menus: Per block its kind and options.
         boundary_bytes: As in the table.
         recompute: As in the table.
+        offload: As in the table.
         is_exact: As in the table.
     """
 
     menus: tuple[tuple[object, tuple[Option, ...]], ...]
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
+    offload: tuple[Mapping[str, tuple[str, ...]], ...]
     is_exact: bool
 
 
@@ -356,8 +363,8 @@ class _Table:
         seconds = [_Seconds() for _ in chain.blocks]
         self._operators(seconds)
         menus: list[tuple[object, tuple[Option, ...]]] = []
-        recompute: list[Mapping[str, tuple[str, ...]]] = []
-        known: dict[object, tuple[int, tuple[Option, ...], Mapping[str, tuple[str, ...]]]] = {}
+        chosen: list[tuple[Mapping[str, tuple[str, ...]], ...]] = []
+        known: dict[object, tuple[int, tuple[Option, ...], tuple[_Names, _Names]]] = {}
         for block in chain.blocks:
             cost = seconds[block.index]
             word = self.analysis.constraints.recompute_of(block.scope)
@@ -366,14 +373,14 @@ class _Table:
             key = (block.key, own, *(f"{s:.9e}" for s in seconds_), word)
             if key not in known:
                 known[key] = (block.index, *self._menu(block.index, cost, word))
-            first, options, remade = known[key]
+            first, options, tables = known[key]
             self.remade_bytes[block.index] = self.remade_bytes[first]
             menus.append((key, options))
-            recompute.append(
-                {
-                    name: self.localizer.same_in(first, block.index, operators)
-                    for name, operators in remade.items()
-                }
+            chosen.append(
+                tuple(
+                    {n: self.localizer.same_in(first, block.index, ops) for n, ops in table.items()}
+                    for table in tables
+                )
             )
         return _Base(
             menus=tuple(menus),
@@ -381,7 +388,8 @@ class _Table:
                 (self._sum_bytes(ahead), self._sum_bytes(back))
                 for ahead, back in zip(chain.forward_cuts, chain.backward_cuts, strict=True)
             ),
-            recompute=tuple(recompute),
+            recompute=tuple(remade for remade, _ in chosen),
+            offload=tuple(away for _, away in chosen),
             is_exact=not self.took_over,
         )
 
@@ -467,13 +475,14 @@ class _Table:
     # -- options -------------------------------------------------------------------------------
     def _menu(
         self, block: int, cost: _Seconds, word: str | None
-    ) -> tuple[tuple[Option, ...], dict[str, tuple[str, ...]]]:
-        """A block's options, and what each of them makes again."""
+    ) -> tuple[tuple[Option, ...], tuple[_Names, _Names]]:
+        """A block's options, and what each of them makes again and keeps in host memory."""
         choices: dict[str, Mapping[str, Choice]] = dict(
             self.analysis.data(self.sizes[0], self.sizes[1]).choices
         )
         choices["tp"] = tp_choices(self.problem, self.options)
         spare = self.localizer.spares[block]
+        copy = self.analysis.host_copies
         problem = self.localizer.problem(
             block,
             self.sizes,
@@ -481,30 +490,35 @@ class _Table:
             lambda node, metas: self.prices.nodes_s((node,), metas),
             spare_s=sum(map(self._again_s, spare.operators)) if spare else 0.0,
             spare_bytes=self._read_bytes(spare.operators, block - 1) if spare else 0,
+            offloads=copy is not None,
+        )
+        problem = replace(
+            problem, copy=copy or problem.copy, beside_s=(cost.forward_s, cost.backward_s)
         )
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
-        options, remade = [], {}
-        for name, point in zip(_names(points, word), points, strict=True):
+        options, remade, away = [], {}, {}
+        for name, point in zip(option_names(points, word), points, strict=True):
             found = point.figures
-            remade[name] = point.groups
+            remade[name], away[name] = point.groups, point.offload
             transient = found.transient_bytes
             if spare and spare.name in point.groups:
                 transient += self.remade_bytes[block - 1]
             options.append(
                 Option(
                     name=name,
-                    forward_s=cost.forward_s,
-                    backward_s=cost.backward_s + found.extra_s,
+                    forward_s=cost.forward_s + found.late_s[0],
+                    backward_s=cost.backward_s + found.extra_s + found.late_s[1],
                     saved_bytes=found.saved_bytes + common,
                     transient_bytes=transient,
                     weight_s=cost.weight_s,
                     held_bytes=held_bytes(problem, found.remade),
+                    host_bytes=found.host_bytes,
                 )
             )
-        sizes = [o.saved_bytes for o in options]
+        sizes = [o.saved_bytes + o.host_bytes for o in options]
         self.remade_bytes[block] = max(sizes) - min(sizes)
-        return tuple(options), remade
+        return tuple(options), (remade, away)
 
     def _again_s(self, name: str) -> float:
         """Seconds of making a value again, from inputs that are kept as it reads them.
@@ -543,10 +557,11 @@ class _Table:
             key = _structure(problem)
             if not self.exact and key in self.choices:
                 self.took_over = True
-                return menu_of(problem, self.choices[key])
+                remade, away = zip(*self.choices[key], strict=True)
+                return menu_of(problem, remade, offloads=away)
             points = recompute_menu(problem, size=self.menu_size)
             if self.menu_size == MENU_SIZE:
-                self.choices[key] = tuple(p.figures.remade for p in points)
+                self.choices[key] = tuple((p.figures.remade, p.figures.offloaded) for p in points)
             return points
         names: Sequence[str] = ()
         if word != "none":
@@ -554,30 +569,14 @@ class _Table:
         if word == "selective":
             names = light_operators(self.analysis, names)
         numbers = {group[0]: i for i, group in enumerate(problem.groups) if len(group) == 1}
-        found = figures(problem, [numbers[n] for n in names if n in numbers])
-        return (MenuPoint(groups=tuple(names), figures=found),)
+        groups = [numbers[n] for n in names if n in numbers]
+        if problem.units:
+            points = recompute_menu(problem, size=self.menu_size, remade=groups)
+            return tuple(replace(p, groups=tuple(names)) for p in points)
+        return (MenuPoint(groups=tuple(names), figures=figures(problem, groups)),)
 
 
 def _structure(problem: RecomputeProblem) -> object:
     """What blocks of other sizes have in common: who reads what, and what may be made again."""
     ops = tuple((op.reads, op.group, op.is_backward) for op in problem.ops)
-    return ops, problem.groups, problem.backward_roots, len(problem.inputs)
-
-
-def _names(points: Sequence[MenuPoint], word: str | None) -> list[str]:
-    """Names of options: by how much of the bytes they keep."""
-    if word is not None:
-        return [word]
-    most = max(points[0].figures.saved_bytes, 1)
-    names = []
-    for at, point in enumerate(points):
-        share = 100 * point.figures.saved_bytes / most
-        name = f"keep {share:.0f}%"
-        if not point.groups:
-            name = "none"
-        elif at > 0 and at == len(points) - 1:
-            name = "full"
-        elif name in names:
-            name = f"keep {share:.3f}%"
-        names.append(name)
-    return names
+    return ops, problem.groups, problem.backward_roots, len(problem.inputs), problem.unit_of

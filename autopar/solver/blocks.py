@@ -6,6 +6,8 @@ pass. What every stage makes for itself (values of call arguments alone, views o
 not count, nor do values made of parameters alone. Position ``p`` is eligible if
 ``live[p] <= 1.2 * max(min(live[:p+1]), min(live[p:]))``: nothing much smaller lies on both sides.
 In a transformer those are the places between residual branches, in a chain the ends of its layers.
+Where that leaves a long run of operators in one piece (what every layer of a decoder reads is alive
+all along it), the minima are taken over half of the run on each side: nothing much smaller is near.
 
 Between two cuts lies a *block*; operators are assigned to blocks as they are to stages
 (:mod:`autopar.sharding.stages`), so that stages are runs of whole blocks. Blocks with the same
@@ -17,14 +19,18 @@ Everything is linear in the number of operators.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from autopar.ir.graph import Arg, Graph, InputKind, Node, OutputKind, Ref, TensorMeta
 from autopar.sharding.stages import StageMap, assign_stages
 
 SLACK = 1.2  # how much above the smallest a cut may be; a mask beside a residual is fine
+LONG_ANCHORS = 32  # weights read and heavy operators of a piece that is cut once more,
+LONG_SHARE = 1 / 8  # if it has this share of all
 HEAVY_OPS = frozenset(
     {"mm", "bmm", "convolution", "attention", "embedding", "native_layer_norm", "batch_norm"}
 )
@@ -217,7 +223,9 @@ def _starts(
     starts: list[int] = []
     for one_scope in (False, True):
         eligible = _eligible(forward, of_batch, one_scope=one_scope)
-        starts = sorted(kept | set(_one_per_gap(forward, live, eligible, anchored)))
+        for low, high in _long_runs([0, *eligible, len(forward)], anchored):
+            eligible += _eligible(forward, of_batch, one_scope=one_scope, run=range(low, high))
+        starts = sorted(kept | set(_one_per_gap(forward, live, sorted(eligible), anchored)))
         if len(starts) > 1:
             break
     result: list[int] = []
@@ -230,22 +238,54 @@ def _starts(
     return result
 
 
-def _eligible(forward: Sequence[Node], live: Sequence[int], *, one_scope: bool) -> list[int]:
-    """Positions with little alive; those inside one module only if ``one_scope``."""
-    positions = [p for p in range(1, len(forward)) if live[p] > 0]
-    after: dict[int, int] = {}
-    lowest = 0
-    for p in reversed(positions):
-        lowest = min(lowest or live[p], live[p])
-        after[p] = lowest
-    result, before = [], 0
-    for p in positions:
-        before = min(before or live[p], live[p])
-        if live[p] > SLACK * max(before, after[p]):
+def _long_runs(cuts: Sequence[int], anchored: Sequence[bool]) -> list[tuple[int, int]]:
+    """Runs of operators between cuts that are too long to be one block."""
+    most = max(LONG_ANCHORS, LONG_SHARE * sum(anchored))
+    return [(low, high) for low, high in pairwise(cuts) if sum(anchored[low:high]) >= most]
+
+
+def _eligible(
+    forward: Sequence[Node],
+    live: Sequence[int],
+    *,
+    one_scope: bool,
+    run: range | None = None,
+) -> list[int]:
+    """Positions with little alive; those inside one module only if ``one_scope``.
+
+    Args:
+        forward: Operators that may begin a block.
+        live: Bytes alive before each.
+        one_scope: Whether modules may be cut.
+        run: The operators between which to look, with minima over half of it on each side; all of
+            them, with minima over all that lies before and after, if left out.
+    """
+    inner = range(len(forward)) if run is None else run
+    reach = len(inner) if run is None else (len(inner) + 1) // 2
+    positions = [p for p in inner[1:] if live[p] > 0]
+    before = _lowest(positions, live, reach)
+    after = _lowest(positions[::-1], live, reach)[::-1]
+    result = []
+    for p, low, high in zip(positions, before, after, strict=True):
+        if live[p] > SLACK * max(low, high):
             continue
         if one_scope or not forward[p].scope or forward[p].scope != forward[p - 1].scope:
             result.append(p)
     return result
+
+
+def _lowest(positions: Sequence[int], live: Sequence[int], reach: int) -> list[int]:
+    """At each position the least of those that come before it, no further away than ``reach``."""
+    found: list[int] = []
+    rising: deque[int] = deque()  # each is less than all after it
+    for p in positions:
+        while rising and live[rising[-1]] >= live[p]:
+            rising.pop()
+        rising.append(p)
+        while abs(p - rising[0]) > reach:
+            rising.popleft()
+        found.append(live[rising[0]])
+    return found
 
 
 def _one_per_gap(

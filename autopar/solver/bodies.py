@@ -57,6 +57,7 @@ class Body:
         boundary_bytes: Per boundary the bytes of a message forward and of one backward, at least.
         floor: What its mixed-integer program adds to that, once it is solved.
         splits: Its solution, once it is solved.
+        whole: The same without a rule of what is made again, where there is one.
     """
 
     sizes: Sizes
@@ -66,6 +67,7 @@ class Body:
     boundary_bytes: tuple[tuple[int, int], ...]
     floor: Floor = field(default_factory=Floor)
     splits: SplitsSolution | None = None
+    whole: Body | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Bodies:
     spares: tuple[Spare | None, ...]
     num_solves: int = 0
     num_columns: int = 0
+    _whole: Bodies | None = None
     _bodies: dict[object, Body] = field(default_factory=dict)
     _keys: dict[Sizes, tuple[object, Sizes]] = field(default_factory=dict)
     _saved: dict[int, SavedValues] = field(default_factory=dict)
@@ -99,6 +102,10 @@ class Bodies:
         }
         return replace(self, analysis=analysis, num_solves=0, _bodies=kept, _keys={})
 
+    def under(self, analysis: Analysis) -> Bodies:
+        """Those of the same model and cluster where some blocks may make nothing again."""
+        return Bodies(analysis, self.spares, _whole=self)
+
     def body(self, sizes: Sizes) -> Body:
         """The body of a mesh.
 
@@ -110,12 +117,29 @@ class Bodies:
             self._keys[sizes] = self._key(sizes)
         key, common = self._keys[sizes]
         if key not in self._bodies:
-            self._bodies[key] = self._make(common)
+            whole = self._whole
+            self._bodies[key] = (
+                self._make(common) if whole is None else self._ruled(whole.body(sizes))
+            )
         return self._bodies[key]
+
+    def _ruled(self, whole: Body) -> Body:
+        """A body under a rule of what is made again: only its least menus are others."""
+        least = tuple(
+            replace(menu, key=f"{menu.key} none", options=menu.options[:1])
+            if self.analysis.constraints.recompute_of(block.scope) == "none"
+            else menu
+            for menu, block in zip(whole.least, self.analysis.chain.blocks, strict=True)
+        )
+        return replace(whole, least=least, whole=whole)
 
     def solved(self, body: Body) -> SplitsSolution:
         """The best splits of a body; its floor is known from then on."""
-        if body.splits is None:
+        if body.splits is None and self._whole is not None and body.whole is not None:
+            body.splits = self._whole.solved(body.whole)
+            body.floor = body.whole.floor  # making nothing again is the least work of a block
+            self.num_solves, self.num_columns = self._whole.num_solves, self._whole.num_columns
+        elif body.splits is None:
             self._solve(body)
         assert body.splits is not None
         return body.splits
@@ -200,8 +224,6 @@ class Bodies:
             )
             if key not in known:
                 options = _relaxed(forward[i], backward[i], waited[i], curves[i], held[i])
-                if self.analysis.constraints.recompute_of(block.scope) == "none":
-                    options = options[:1]
                 known[key] = BlockMenu(key=str(len(known)), options=options, state_bytes=0)
             menus.append(known[key])
         return tuple(menus)

@@ -68,6 +68,7 @@ class ChainSums:
         menus: Per kind its options.
         start: Per kind its fastest option.
         steps: Exchanges to leaner options, cheapest per byte first.
+        busiest: What is known of the busiest of some ranks that share the chain, by whoever asks.
     """
 
     def __init__(self, blocks: Sequence[BlockMenu]) -> None:
@@ -79,6 +80,7 @@ class ChainSums:
             self.first[self.kind[at]] = at
         self.menus = [self._blocks[at].options for at in self.first]
         self.start, self.steps = exchange_steps(self.menus)
+        self.busiest: dict[object, float] = {}
         self._units: dict[int, tuple[tuple[int, ...], Units | None]] = {}
 
     @cached_property

@@ -22,7 +22,8 @@ from autopar.sharding.routing import ROUTE
 _OVER_DP = "@dp"
 RECOMPUTE_WORDS = ("none", "selective", "full")
 ZERO_LEVELS = (0, 1, 2, 3)
-OFFLOAD_WORDS = ("never", "allowed", "optimizer")
+OFFLOAD_WORDS = ("never", "allowed", "optimizer", "activations")
+OFFLOADED = ("optimizer", "activations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,10 @@ class Constraints:
             False forbids it.
         microbatch_statistics: Take batch statistics per micro-batch.
         warmup: Forwards before the first backward, by pipeline rank, for 1F1B.
-        offload: ``"never"``; ``"allowed"``, the optimizer's state is kept in host memory where
-            nothing else fits or that is faster; ``"optimizer"``, it is kept there. None is never.
+        offload: ``"never"``; ``"optimizer"``, the optimizer's state is kept in host memory;
+            ``"activations"``, saved values are kept there where that is faster or nothing else
+            fits; both of these; ``"allowed"``, either where that is faster or nothing else fits.
+            None is never.
     """
 
     dp: int | None = None
@@ -66,7 +69,7 @@ class Constraints:
     microbatch_statistics: bool = False
     expert_capacity: float | None = None
     warmup: tuple[int, ...] | None = None
-    offload: str | None = None
+    offload: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "num_microbatches"):
@@ -76,10 +79,7 @@ class Constraints:
                     f"constraint {name}={value}: the least is 1; leave it out for any"
                 )
         self._check_zero()
-        if self.offload is not None and self.offload not in OFFLOAD_WORDS:
-            raise ConstraintError(
-                f"constraint offload={self.offload!r}: must be one of {', '.join(OFFLOAD_WORDS)}"
-            )
+        self._check_offload()
         if self.expert_capacity is not None and self.expert_capacity < 1:
             raise ConstraintError(
                 f"constraint expert_capacity={self.expert_capacity}: the least is 1, room for an "
@@ -94,6 +94,31 @@ class Constraints:
                     f"constraint recompute={word!r}: must be one of {', '.join(RECOMPUTE_WORDS)}"
                 )
         self._check_schedule()
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state must be in host memory."""
+        return "optimizer" in self._offloaded
+
+    @property
+    def may_offload_activations(self) -> bool:
+        """Whether saved values may be in host memory."""
+        return "activations" in self._offloaded
+
+    @property
+    def _offloaded(self) -> tuple[str, ...]:
+        return self.offload if isinstance(self.offload, tuple) else (self.offload or "",)
+
+    def _check_offload(self) -> None:
+        """Refuse words that there are not, and several of which one speaks for all."""
+        words = self._offloaded
+        if self.offload is None or (len(words) == 1 and words[0] in OFFLOAD_WORDS):
+            return
+        if not words or set(words) - set(OFFLOADED) or len(set(words)) != len(words):
+            raise ConstraintError(
+                f"constraint offload={self.offload!r}: must be one of {', '.join(OFFLOAD_WORDS)}, "
+                f"or both of {' and '.join(OFFLOADED)}"
+            )
 
     @property
     def highest_zero(self) -> int:
@@ -404,6 +429,11 @@ def may_shard(size: int, parts: int) -> bool:
     return size > (parts - 1) * shard_size(size, parts)
 
 
+def _text_of(name: str, value: object) -> str:
+    is_list = name == "offload" and isinstance(value, tuple)
+    return ", ".join(value) if is_list else str(value)  # type: ignore[arg-type]  # a tuple of texts
+
+
 def applied_constraints(
     constraints: Constraints, defaults: Mapping[str, tuple[str, str]]
 ) -> tuple[AppliedConstraint, ...]:
@@ -422,7 +452,7 @@ def applied_constraints(
         "schedule": "order of forwards and backwards",
         "warmup": "forwards before the first backward, by pipeline rank",
         "zero": "ZeRO level of every stage",
-        "offload": "whether the optimizer's state is kept in host memory",
+        "offload": "what is kept in host memory",
         "sequence_parallel": "norms on shards of the sequence",
         "expert_capacity": "rows that a rank has room for where experts are split, in even shares",
     }
@@ -430,7 +460,7 @@ def applied_constraints(
         effects["zero"] = "ZeRO level of each stage"
     found = [
         AppliedConstraint(
-            name=name, value=str(getattr(constraints, name)), origin="user", effect=text
+            name=name, value=_text_of(name, getattr(constraints, name)), origin="user", effect=text
         )
         for name, text in effects.items()
         if getattr(constraints, name) is not None

@@ -16,13 +16,15 @@ from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
+from autopar.sharding.host_copies import HOST_COPIES
 from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
-from autopar.sharding.split_backward import split_backward
+from autopar.sharding.split_backward import BackwardHalves, split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
+from cost_models.lanes import Lane, Segment
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
 from cost_models.memory_timeline import (
@@ -31,7 +33,7 @@ from cost_models.memory_timeline import (
     order_peak,
     order_peak_bytes,
 )
-from cost_models.offload import offload_s_per_byte, resident_bytes
+from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte, resident_bytes
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -46,6 +48,8 @@ class StageFigures:
         collectives: Calls and bytes per step.
         num_in_flight: Most micro-batches alive at once.
         parameters: Elements of the parameters that it owns.
+        host_bytes: What it keeps of one micro-batch in host memory.
+        host_state_bytes: Optimizer state in host memory.
     """
 
     time: TimeParts
@@ -54,6 +58,8 @@ class StageFigures:
     collectives: tuple[CollectiveTotal, ...]
     num_in_flight: int
     parameters: int
+    host_bytes: int = 0
+    host_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +89,9 @@ class ExactFigures:
     @property
     def peak_at(self) -> str:
         """When the worst device has most alive, in words."""
-        timelines = memory_timelines(self.simulation, [stage.held for stage in self.stages])
-        return max(timelines, key=lambda t: (self.rank_bytes[t.rank], -t.rank)).peak.where
+        worst = max(range(len(self.rank_bytes)), key=lambda rank: (self.rank_bytes[rank], -rank))
+        held = [stage.held for stage in self.stages]
+        return memory_timelines(self.simulation, held, ranks=[worst])[0].peak.where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +311,48 @@ def _shared_seconds(programs: LocalPrograms, setting: Setting) -> float:
     return sum(setting.model.collective_time_s("broadcast", b, ends) for b in amounts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Forward and backward of a stage; with seconds of the sums over micro-batches."""
+
+    forward: ProgramCost
+    backward: ProgramCost
+    backward_s: float
+    weight_s: float
+    halves: BackwardHalves | None
+    segments: Mapping[ActionKind, Sequence[Segment]]
+
+
+def _passes(stage: StagePrograms, setting: Setting, groups: Mapping[str, Sequence[int]]) -> _Passes:
+    count, copies = setting.num_microbatches, _copies(stage, setting)
+
+    def price(graph: Graph, where: str) -> ProgramCost:
+        return evaluate_program(
+            graph, setting.model, groups, where=where, runs=count, copies=copies
+        )
+
+    forward, backward = price(stage.forward, "forward"), price(stage.backward, "backward")
+    summed_s = _summing_seconds(stage, setting) * (count - 1) / count
+    halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
+    backward_s, weight_s = backward.total_s + summed_s, 0.0
+    parts = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
+    if halves is not None:
+        first, second = price(halves.inputs, "backward"), price(halves.weights, "backward")
+        parts |= {ActionKind.BACKWARD_INPUT: first, ActionKind.BACKWARD_WEIGHT: second}
+        if backward.segments:  # each half waits for its own copies
+            backward_s = first.total_s + second.total_s + summed_s
+        # views that are made again may have to copy
+        weight_s = min(second.total_s + summed_s, backward_s)
+    return _Passes(
+        forward=forward,
+        backward=backward,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        halves=halves,
+        segments=_segments(parts, summed_s),
+    )
+
+
 def _stage(
     programs: LocalPrograms,
     stage: StagePrograms,
@@ -319,21 +368,16 @@ def _stage(
     if isinstance(at_once, HostCosts):
         at_once = at_once.in_bursts()
 
-    def price(graph: Graph, where: str, runs: int, model: CostModel = setting.model) -> ProgramCost:
-        return evaluate_program(graph, model, groups, where=where, runs=runs)
+    def price(graph: Graph, runs: int, model: CostModel = setting.model) -> ProgramCost:
+        return evaluate_program(graph, model, groups, where="once per step", runs=runs)
 
-    forward = price(stage.forward, "forward", count)
-    backward = price(stage.backward, "backward", count)
-    summed_s = _summing_seconds(stage, setting) * (count - 1) / count
-    halves = split_backward(stage.backward) if setting.schedule.splits_backward else None
-    weight_s = price(halves.weights, "backward", count).total_s if halves is not None else 0.0
-    backward_s = backward.total_s + summed_s
-    # views that are made again may have to copy
-    weight_s = min(weight_s + summed_s, backward_s) if halves is not None else 0.0
-    reduce = price(stage.reduce, "once per step", reduces, at_once)
-    unshard = price(stage.unshard, "once per step", 1, at_once)
-    prologue = price(stage.prologue, "once per step", 1)
-    finish = price(stage.finish, "once per step", 1)
+    passes = _passes(stage, setting, groups)
+    forward, backward = passes.forward, passes.backward
+    reduce = price(stage.reduce, reduces, at_once)
+    unshard = price(stage.unshard, 1, at_once)
+    prologue = price(stage.prologue, 1)
+    finish = price(stage.finish, 1)
+    costs = (forward, backward, prologue, unshard, reduce, finish)
     update_s = _update_seconds(programs, stage.index, own, setting)
     tied_s = _tied_seconds(programs, own, setting)
     once = {
@@ -344,7 +388,11 @@ def _stage(
         ActionKind.SYNC_TIED: tied_s,
     }
     seconds = StageSeconds(
-        forward_s=forward.total_s, backward_s=backward_s, once_s=once, weight_s=weight_s
+        forward_s=forward.total_s,
+        backward_s=passes.backward_s,
+        once_s=once,
+        weight_s=passes.weight_s,
+        segments=passes.segments,
     )
     held = stage_memory(
         programs,
@@ -354,36 +402,56 @@ def _stage(
         num_microbatches=count,
         optimizer=setting.optimizer,
         pp=setting.mesh.pp,
-        halves=halves,
+        halves=passes.halves,
         receives_ahead=receives_ahead(setting.warmup),
         is_cpu=is_cpu(setting.cluster),
     )
-    held, copy_s = _offloaded(held, programs, stage.index, own, setting)
+    held, copy_s, state_bytes = _offloaded(held, programs, stage.index, own, setting)
     figures = StageFigures(
         time=TimeParts(
             forward_s=forward.total_s,
-            backward_s=backward_s,
+            backward_s=passes.backward_s,
             forward_comm_s=forward.comm_s,
             backward_comm_s=backward.comm_s,
             reduce_s=reduce.total_s * reduces,
             unshard_s=unshard.total_s,
             optimizer_s=update_s + copy_s,
-            weight_s=weight_s,
+            weight_s=passes.weight_s,
             copy_s=copy_s,
+            offload_s=forward.copy_s,
+            fetch_s=backward.copy_s,
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,
-        collectives=_merged(
-            [
-                total
-                for cost in (forward, backward, prologue, unshard, reduce, finish)
-                for total in cost.collectives
-            ]
-        ),
+        collectives=_merged([t for cost in costs for t in cost.collectives]),
         num_in_flight=flights[stage.index],
         parameters=sum(p.meta.numel for p in own if p.owner == stage.index),
+        host_bytes=forward.copied_bytes,
+        host_state_bytes=state_bytes,
     )
     return figures, seconds, finish.total_s
+
+
+def _copies(stage: StagePrograms, setting: Setting) -> CopyPrice:
+    """What the copies of a stage's programs to host memory take, each way."""
+    if not any(node.op in HOST_COPIES for node in stage.forward.nodes):
+        return CopyPrice()
+    return copy_price(setting.cluster, "activations")
+
+
+def _segments(
+    parts: Mapping[ActionKind, ProgramCost], summed_s: float
+) -> dict[ActionKind, tuple[Segment, ...]]:
+    """What the programs of a stage do beside computing; empty if they copy nothing."""
+    if not any(cost.segments for cost in parts.values()):
+        return {}
+    found = {}
+    for kind, cost in parts.items():
+        own = cost.segments or (Segment(lane=Lane.COMPUTE, seconds=cost.total_s),)
+        sums = kind is ActionKind.BACKWARD_WEIGHT or kind is ActionKind.BACKWARD
+        last = (Segment(lane=Lane.COMPUTE, seconds=summed_s),) if sums and summed_s else ()
+        found[kind] = (*own, *last)
+    return found
 
 
 def _offloaded(
@@ -392,10 +460,10 @@ def _offloaded(
     stage: int,
     own: Sequence[ParamSpec],
     setting: Setting,
-) -> tuple[StageMemory, float]:
-    """Bytes of a stage, and seconds of copies, with its optimizer's state where it is kept."""
+) -> tuple[StageMemory, float, int]:
+    """With the optimizer's state where it is kept: bytes, seconds of copies, bytes on the host."""
     if not setting.offloads:
-        return held, 0.0
+        return held, 0.0, 0
     states = []
     for param in own:
         if param.owner == stage and param.requires_grad:
@@ -404,7 +472,7 @@ def _offloaded(
             states.append(optimizer_state_bytes(setting.optimizer, meta))
     here = resident_bytes(sum(states), max(states, default=0), is_cpu=is_cpu(setting.cluster))
     copy_s = sum(states) * offload_s_per_byte(setting.cluster)
-    return replace(held, optimizer_bytes=here), copy_s
+    return replace(held, optimizer_bytes=here), copy_s, sum(states)
 
 
 def _update_seconds(

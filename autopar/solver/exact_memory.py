@@ -9,7 +9,7 @@ from autopar.plan.actions import ActionKind
 from autopar.sharding.placement import Layout, R, local_shape
 from autopar.sharding.programs import AXES, LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import BackwardHalves
-from cost_models.memory import optimizer_state_bytes, saved_bytes, saved_storages
+from cost_models.memory import host_bytes, optimizer_state_bytes, saved_bytes, saved_storages
 from cost_models.memory_timeline import ProgramMemory, StageMemory, program_memory
 from cost_models.storage import storages
 
@@ -72,6 +72,8 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
                 meta = TensorMeta(shape, param.meta.dtype)
                 state += optimizer_state_bytes(optimizer, meta)
     programs_memory, kept_bytes = _programs(stage, halves, is_cpu=is_cpu)
+    # the host's memory is that of the device
+    beside = host_bytes(stage.forward) if is_cpu else 0
     return StageMemory(
         params_bytes=resting,
         gathered_bytes=gathered,
@@ -80,8 +82,8 @@ def stage_memory(  # noqa: PLR0913  all that bytes depend on
         optimizer_bytes=state,
         buffers_bytes=_buffers_bytes(programs, stage, num_microbatches, pp, receives_ahead),
         sent_bytes=_sent_bytes(programs, stage) if pp > 1 else 0,
-        saved_bytes=saved_bytes(stage.forward),
-        weight_saved_bytes=kept_bytes,
+        saved_bytes=saved_bytes(stage.forward) + beside,
+        weight_saved_bytes=kept_bytes + (beside if halves is not None else 0),
         gathers_again=zero_level >= 3 and len(programs.stages) > pp,
         programs=programs_memory,
     )

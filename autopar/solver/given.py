@@ -88,7 +88,8 @@ def constraints_of(applied: Iterable[AppliedConstraint]) -> Constraints:
             elif name in ("sequence_parallel", "microbatch_statistics"):
                 found[name] = {"True": True, "False": False}[value]
             elif name == "offload":
-                found[name] = value
+                words = tuple(value.split(", "))
+                found[name] = words if len(words) > 1 else value
             elif name == "expert_capacity":
                 found[name] = float(value)
             else:

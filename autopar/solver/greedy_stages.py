@@ -61,9 +61,17 @@ class StageFiller:
         pick = min if fractional else max
         self.transients = [pick(o.transient_bytes for o in menu) for menu in self.menus]
         self.limits = _shares(problem, self.flights, by_leanest=by_leanest)
+        self._known: dict[tuple[int, int, int], float] = {}
 
     def time_s(self, low: int, high: int, stage: int) -> float:
         """Least seconds of a run of blocks in a stage, infinite if it doesn't fit."""
+        key = (low, high, stage)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._time_s(low, high, stage)
+        return found
+
+    def _time_s(self, low: int, high: int, stage: int) -> float:
         time_s, flight = self.fastest_s[high] - self.fastest_s[low], self.flights[stage]
         room = self._room(low, high, stage)
         if room >= 0:

@@ -15,11 +15,12 @@ from autopar.solver.assemble import Outcome
 from autopar.solver.ranked import Ranked
 from autopar.solver.ranking import Ranker
 from autopar.solver.reopen import best_options, needed_bytes
-from autopar.solver.stages_problem import memory_bytes, surrogate_s
+from autopar.solver.stages_problem import bounds, memory_bytes, surrogate_s
 from autopar.solver.state_forms import with_options
 
 TRIES = 5
 STEP = 4e-3  # share of the limit by which tries differ at least
+MOST_KEPT = 24  # blocks that are tried on the device
 GAIN = 1e-3  # share of a step below which a try is the last
 
 
@@ -69,6 +70,36 @@ def loosened(
             wide = min(wide, exceeds - step)
         if wide <= fits or set(best.ranked.recompute_words) == {"none"}:
             return best
+    return best
+
+
+def with_fewer_copies(outcome: Outcome, *, evaluate: Callable[[Ranked], Outcome]) -> Outcome:
+    """The same with the last blocks of stages kept on the device, where that fits and is faster.
+
+    What the last blocks keep is copied and brought back with the least beside it, and is the first
+    to be freed, which estimates that add up bytes do not see.
+
+    Args:
+        outcome: A choice that fits.
+        evaluate: Exact figures of a choice.
+    """
+    best = outcome
+    starts = bounds(best.ranked.stages.starts, len(best.ranked.stage_problem.blocks))
+    tried = 0
+    for low, high in starts:
+        for block in reversed(range(low, high)):
+            ranked = best.ranked
+            option = ranked.stage_problem.blocks[block].options[ranked.stages.options[block]]
+            if not option.host_bytes:
+                continue
+            options = [*ranked.stages.options]
+            options[block] = 0  # keeps all
+            found = replace(ranked, stages=replace(ranked.stages, options=tuple(options)))
+            last = evaluate(found)
+            tried += 1
+            if not last.fits or last.step_s >= best.step_s or tried > MOST_KEPT:
+                break
+            best = last
     return best
 
 

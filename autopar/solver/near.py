@@ -5,8 +5,8 @@ micro-batch, so that splits, prices and menus of the running plan serve them all
 ranks stand side by side, how many stages there are and in which order they run differs. Of each
 number of pipeline ranks that fits, the most data ranks that divide the batch are tried, whether
 devices stay idle or not. Steps of many more computes than the old one's are left out. Bounds are
-sharpened, the best few shapes are opened at the old ZeRO level, the best of these is cut better
-and judged, and so is the old shape with as many data ranks as are left.
+sharpened; the old shape with as many data ranks as are left is opened, then the best few whose
+outlook is better. The best of these is cut better and judged, and so is the old shape.
 
 All limits are of work. What was not searched is told by two numbers: no shape near the old one is
 faster than ``near_bound_s``, none at all faster than the plan's ``bound_s``.
@@ -28,6 +28,7 @@ from autopar.solver.search import MeshSearch
 
 NUM_BOUNDED = 32  # shapes whose bounds are sharpened
 NUM_OPENED = 10  # shapes that are worked out, the old one left out
+NUM_GUESSED = 24  # shapes whose outlook is asked for
 SPARE = 0.03  # share of the memory that estimates leave empty
 MAX_TRIALS = 40  # cuts of a shape that is judged
 MOST_LONGER = 4  # times the computes of the old step
@@ -87,12 +88,18 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
     opened: dict[Shape, Ranked] = {}
     best_s = inf
     todo = sorted(bounds, key=lambda s: (bounds[s], quick[s], str(s)))
-    num_opened = 0
+    num_opened = num_guessed = 0
     if kept is not None and kept in bounds:  # first: a plan that is known saves the rest work
         todo.insert(0, kept)
     for shape in dict.fromkeys(todo):
         if bounds[shape] >= best_s or num_opened > NUM_OPENED or not isfinite(bounds[shape]):
             break
+        if isfinite(best_s):
+            if num_guessed == NUM_GUESSED:
+                break
+            num_guessed += 1
+            if search.outlook_s(shape, best_s) >= best_s:
+                continue
         num_opened += 1
         found = _opened(search, shape, old, best_s)
         if found is not None:

@@ -97,7 +97,7 @@ def _alone(mesh: MeshShape) -> MeshShape:
 def _flights(
     kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], Moments]:
-    order = order_of(kind, mesh, count, warmup)
+    order = _order(kind, mesh, count, warmup)
     is_plain = mesh.virtual == 1 and not kind.splits_backward
     return all_in_flight(order), () if is_plain else alive_together(order)
 
@@ -106,7 +106,14 @@ def _flights(
 def _numbered(
     kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
 ) -> NumberedOrder:
-    return numbered_order(order_of(kind, mesh, count, warmup), mesh.num_stages)
+    return numbered_order(_order(kind, mesh, count, warmup), mesh.num_stages)
+
+
+@lru_cache(maxsize=KEPT_ORDERS)
+def _order(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> Order:
+    return order_of(kind, mesh, count, warmup)
 
 
 def numbered_order(order: Order, num_stages: int) -> NumberedOrder:

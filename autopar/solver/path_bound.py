@@ -24,7 +24,9 @@ is a bound.
 It knows what the mean of the ranks does not: how long ranks wait for each other in just this order
 if their stages are as even as stages can be.
 
-Source: ours; the rows are generated as in Kelley, "The cutting-plane method", 1960.
+Source: the rows are generated as in Kelley, "The cutting-plane method", 1960, at points between the
+best one and the program's answer as in Ben-Ameur and Neto, "Acceleration of cutting-plane and
+column generation algorithms", 2007; mixtures of paths are ours.
 """
 
 from __future__ import annotations
@@ -45,11 +47,17 @@ from autopar.solver.step_paths import Path, Term, paths_of
 MAX_ROUNDS = 48
 MAX_WORK = 1 << 17
 MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
+MOST_PATHS = 1  # longest paths that become rows at once, beside their mixture
+STRIDE = 0.1  # of the way to an answer
+HEAT = 0.025  # of a mean stage's seconds, of mixtures of paths
 PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
 GIB = float(1 << 30)
 SPLITTING = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV)  # backwards are run in halves
 
+CUTS_EVERY = 8  # rounds after which the best stages are told
+
+Starts: TypeAlias = tuple[int, ...]
 Variable: TypeAlias = Any  # of a solver without stubs
 _OF_STATES: Mapping[Term, Callable[[BlockMenu], float]] = {
     Term.GATHER: lambda block: block.gather_s,
@@ -83,33 +91,80 @@ class PathBound:
         Args:
             enough_s: A bound from here on need not be sharper.
         """
+        found = 0.0
+        for bound_s, _ in self._rounds():
+            found = max(found, bound_s)
+            if found >= enough_s:
+                break
+        return found
+
+    def likely_cuts(self) -> tuple[Starts, ...]:
+        """Cuts near the best stages that were run on the way to the bound; maybe none.
+
+        They know what ranks wait for each other in the whole step, and what they have memory for;
+        blocks are dealt in parts there, and rounded here.
+        """
+        at: Sequence[float] = ()
+        found: dict[Starts, None] = {}
+        for number, (_, at) in enumerate(self._rounds(), 1):
+            if at and number % CUTS_EVERY == 0:
+                found[self._rounded(at)] = None
+        if at:
+            found[self._rounded(at)] = None
+        return tuple(found)
+
+    def _rounded(self, before: Sequence[float]) -> Starts:
+        """Whole numbers of blocks before stages 1, 2, ..., so that every stage has one at least."""
+        starts: list[int] = []
+        n, stages = len(self.problem.blocks), self.problem.num_stages
+        for stage, at in enumerate(before, 1):
+            least = starts[-1] + 1 if starts else 1
+            starts.append(max(least, min(round(at), n - (stages - stage))))
+        return tuple(starts)
+
+    def _rounds(self) -> Iterator[tuple[float, Sequence[float]]]:
+        """Round by round a bound, and the blocks before each stage but the first in the best run.
+
+        The latter is empty while nothing was run.
+        """
         problem = self.problem
         if len(problem.blocks) < problem.num_stages:
-            return math.inf
+            yield math.inf, ()
+            return
         program = _Program(self)
         for path in self._busy():
             program.add(path)
+        value_s = program.solve()
+        yield (value_s or 0.0) * (1 - TOLERANCE), ()
         rounds = self.max_work // (4 * problem.num_stages * problem.num_microbatches)
-        if rounds == 0:  # so long a step is bounded by each rank's own work
-            return max(0.0, (program.solve() or 0.0) * (1 - TOLERANCE))
+        if value_s is None or math.isinf(value_s) or rounds == 0:
+            return  # so long a step is bounded by each rank's own work
         paths = paths_of(
             problem.schedule, problem.mesh, problem.num_microbatches, self.warmup,
             reduces_each=self._reduces_each,
         )  # fmt: skip
-        for path in paths.longest(program.even_seconds())[1]:
+        center = program.even_seconds()
+        heat_s = HEAT * max(center[Term.FORWARD][0], center[Term.BACKWARD][0])
+        center_s, longest = paths.longest(center, most=MOST_PATHS)
+        for path in (*longest, paths.mixture(center, heat_s)):
             program.add(path)
-        found = 0.0
+        n, stages = len(problem.blocks), problem.num_stages
+        before = [n * s / stages for s in range(1, stages)]
         for _ in range(min(rounds, MAX_ROUNDS)):
             value_s = program.solve()
             if value_s is None:
                 break
-            found = max(found, value_s * (1 - TOLERANCE))
-            if found >= enough_s:
+            yield value_s * (1 - TOLERANCE), before
+            answer = program.seconds()
+            tried = _between(center, answer)
+            tried_s, longest = paths.longest(tried, most=MOST_PATHS)
+            if tried_s < center_s:
+                center, center_s = tried, tried_s
+                before = _between([before], [program.before()])[0]
+            if program.add_exceeded((*longest, paths.mixture(tried, heat_s))):
+                continue
+            if not program.add_exceeded(paths.longest(answer)[1]):
                 break
-            _, longest = paths.longest(program.seconds())
-            if not program.add_exceeded(longest):
-                break
-        return found
 
     @property
     def _reduces_each(self) -> bool:
@@ -308,7 +363,10 @@ class _Program:
         """Variables for what every stage takes, in units of a mean stage."""
         infinity = self._solver.infinity()
         slack: dict[Variable, float] = {}
+        fastest = {k: min(o.total_s for o in self._block(k).options) for k in self._kinds}
         for s, row in enumerate(self._counts):
+            for (k, o), v in row.items():  # what is made again comes on top of the floor
+                slack[v] = (fastest[k] - self._option(k, o).total_s) / self._unit_s
             for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
                 part = self._parts[term, s] = self._solver.NumVar(0.0, infinity, "")
                 terms = {
@@ -388,6 +446,11 @@ class _Program:
     def solve(self) -> float | None:
         """Seconds; infinite if nothing fits, None if the solver gave up."""
         status = self._solver.Solve()
+        if status not in (pywraplp.Solver.INFEASIBLE, pywraplp.Solver.OPTIMAL):
+            kinds = pywraplp.MPSolverParameters  # once more, without what the last answer left
+            parameters = kinds()
+            parameters.SetIntegerParam(kinds.INCREMENTALITY, kinds.INCREMENTALITY_OFF)
+            status = self._solver.Solve(parameters)
         if status == pywraplp.Solver.INFEASIBLE:
             return math.inf
         if status != pywraplp.Solver.OPTIMAL:
@@ -408,16 +471,27 @@ class _Program:
         )
         return [forward, backward, inputs, weights, gather, reduce, self._message_s, each]
 
+    def before(self) -> list[float]:
+        """Blocks before stages 1, 2, ..., in the last answer."""
+        return [sum(v.solution_value() for v in row.values()) for row in self._before]
+
     def even_seconds(self) -> list[list[float]]:
-        """The same with every stage a mean one."""
-        problem = self.bound.problem
-        stages = problem.num_stages
-        best = [min(b.options, key=lambda o: o.total_s) for b in problem.blocks]
-        forward = sum(o.forward_s for o in best) / stages
-        backward = sum(o.backward_s for o in best) / stages
-        weights = sum(o.weight_s for o in best) / stages
-        each = [forward, backward, backward - weights, weights, 0.0, 0.0]
-        return [*([time_s] * stages for time_s in each), self._message_s, [0.0] * stages]
+        """Seconds by term and stage if all stages were the mean of the last answer's."""
+        rows = self.seconds()
+        return [
+            row if term == Term.MESSAGE else [sum(row) / len(row)] * len(row)
+            for term, row in enumerate(rows)
+        ]
+
+
+def _between(
+    center: Sequence[Sequence[float]], answer: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Seconds a little way from what is known to be good towards an answer of the program."""
+    return [
+        [(1 - STRIDE) * a + STRIDE * b for a, b in zip(*rows, strict=True)]
+        for rows in zip(center, answer, strict=True)
+    ]
 
 
 def _useful(options: Sequence[Option]) -> list[int]:

@@ -17,7 +17,8 @@ A path over ``ceil(M / L)`` such cycles pays the messages each time:
 
 Where backwards may be run in halves there is no drain, and where warm-ups may be deeper there are
 no such cycles. Where a rank has several stages the mean over ranks of work, memory and waiting is
-bounded, not each cut.
+bounded, not each cut; where it has few blocks, also the work of the busiest
+(:mod:`autopar.solver.whole_blocks`).
 
 Source: ours.
 """
@@ -32,9 +33,11 @@ from autopar.plan.types import ScheduleKind, StagePlacement
 from autopar.solver.chain_sums import ChainSums, Units, sums_of
 from autopar.solver.stages_problem import StageProblem
 from autopar.solver.state_forms import least_of
+from autopar.solver.whole_blocks import whole_blocks
 
 PRECISION = 5e-4  # of the bisection, relative
 MAX_DOUBLINGS = 60
+MOST_EACH = 32  # blocks of a rank: more of them are hardly less even than parts would be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,24 @@ class PipelineBound:
         rows = zip(self._sums.counts, fastest, strict=True)
         most_s = max(-(-row[n] // p) * least_s for row, least_s in rows)
         largest_s = max(fastest)
-        return max(mean_s, count * largest_s, count * most_s)
+        return max(mean_s, count * largest_s, count * most_s, count * self._busiest_s())
+
+    def _busiest_s(self) -> float:
+        """Seconds per micro-batch of the rank with the most work, if blocks are whole, at least.
+
+        It is worked out late, once the floor is known.
+        """
+        problem, sums = self.problem, self._sums
+        if not self.floor.total_s or len(problem.blocks) > MOST_EACH * problem.pp:
+            return 0.0
+        key = (problem.pp, problem.virtual, self.floor.unit_of, self._unit_gain_s)
+        if key not in sums.busiest:
+            fastest = [o.total_s for o in sums.fastest]
+            whole = whole_blocks(
+                sums.kind, fastest, self.floor.unit_of, problem.virtual, self._unit_gain_s
+            )
+            sums.busiest[key] = whole.least_busiest_s(problem.pp)
+        return sums.busiest[key]
 
     def _run_s(self, low: int, high: int) -> float:
         """Seconds of a run of blocks with memory to spare."""

@@ -25,7 +25,8 @@ from autopar.solver.mixed_build import MixedBuilder, Prices
 from autopar.solver.near import NearAnswer, near_answer
 from autopar.solver.objective import SECONDS_PER_HOUR, Goal, Objective
 from autopar.solver.question import as_it_is, silent
-from autopar.solver.search import MeshSearch, SearchStats
+from autopar.solver.search import MeshSearch
+from autopar.solver.search_stats import SearchStats
 
 Progress = Callable[[str], None]
 Search = Callable[[Cluster, Constraints, int | None], tuple[Plan, SearchStats]]

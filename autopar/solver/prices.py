@@ -42,6 +42,7 @@ class PriceList:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     groups: Mapping[str, Sequence[int]]
+    _words: dict[object, int] = field(default_factory=dict)
     _operators: dict[object, float | None] = field(default_factory=dict)
     _moves: dict[TensorMeta, dict[tuple[Layout, Layout, bool], float | None]] = field(
         default_factory=dict
@@ -53,6 +54,20 @@ class PriceList:
         """A rank's block, padding included."""
         return TensorMeta(local_shape(meta.shape, layout, self.sizes), meta.dtype)
 
+    def word(self, node: Node, operands: Sequence[TensorMeta], used: frozenset[int]) -> int:
+        """A number, equal for operators that cost the same under equal strategies.
+
+        Args:
+            node: The global operator.
+            operands: Global metas of its operands.
+            used: Results that somebody reads.
+        """
+        count = iter(range(len(operands)))
+        args, kwargs = node.map_refs(lambda _: Ref(str(next(count))))
+        args = without_instance(node.op, args)
+        key = (node.op, args, kwargs, node.meta, tuple(operands), used)
+        return self._words.setdefault(key, len(self._words))
+
     def operator_s(
         self,
         node: Node,
@@ -60,6 +75,7 @@ class PriceList:
         strategies: Strategies,
         operands: Sequence[TensorMeta],
         used: frozenset[int],
+        word: int | None = None,
     ) -> float | None:
         """Seconds of an operator whose operands are in the layouts that it wants.
 
@@ -69,14 +85,12 @@ class PriceList:
             strategies: One per axis.
             operands: Global metas of its operands.
             used: Results that somebody reads.
+            word: From :meth:`word`, if that was asked.
 
         Returns:
             None if there is no such local form.
         """
-        count = iter(range(len(operands)))
-        args, kwargs = node.map_refs(lambda _: Ref(str(next(count))))
-        args = without_instance(node.op, args)
-        key = (node.op, args, kwargs, node.meta, tuple(operands), strategies, used)
+        key = (self.word(node, operands, used) if word is None else word, strategies)
         if key not in self._operators:
             self._operators[key] = self._operator(node, signature, strategies, operands, used)
         return self._operators[key]

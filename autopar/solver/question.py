@@ -18,7 +18,8 @@ from autopar.plan.explain import plan_name
 from autopar.plan.types import Plan
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import Constraints
-from autopar.solver.search import SearchStats, solve
+from autopar.solver.search import solve
+from autopar.solver.search_stats import SearchStats
 from autopar.units import format_time
 from cost_models.base import CostModel
 

@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from autopar.errors import InfeasibleError
 from autopar.plan.types import ScheduleKind
@@ -31,6 +30,7 @@ from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.recut import Recut
+from autopar.solver.repair import repaired
 from autopar.solver.schedule_choice import (
     best_order,
     is_open_order,
@@ -40,7 +40,7 @@ from autopar.solver.schedule_choice import (
 from autopar.solver.shape_problems import ShapeProblems
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
-from autopar.solver.splits_problem import SplitsProblem, SplitsSolution, choice_terms_s
+from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -52,7 +52,7 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
+WORK = (1 << 15, 1 << 18)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
@@ -96,15 +96,7 @@ class Ranker:
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # neither depends on the limit, nor on constraints other than this one: searches that ask
-        # about the same model again go on with what earlier ones worked out
-        shared, key = (
-            self.analysis.shared,
-            f"bodies and menus, {self.analysis.constraints.recompute}",
-        )
-        if key not in shared:
-            shared[key] = Work.of(self.analysis)
-        work = cast("Work", shared[key])
+        work = Work.of(self.analysis)
         self.bodies, self.tables = work.bodies, work.tables
         self.problems = ShapeProblems(self.analysis)
 
@@ -372,12 +364,14 @@ class Ranker:
             if is_roomy and level >= 2:
                 break  # memory does not bind: leaner levels only cost time
             parameters = self.parameters(shape.sizes, level, body)
-            if choice_terms_s(parameters, chosen.options) is None:
-                # the body has no ZeRO: gradients may not reach the shards that this level stores
+            # the body has no ZeRO: gradients may not reach the shards that this level stores
+            options = repaired(parameters, chosen.options)
+            if options is None:
                 found = self._cut_own(shape, level, limit, exact=math.isinf(best_s))
             else:
                 known_s = min(best_s, best.estimate_s) if best is not None else best_s
-                found = self._with_splits(shape, level, limit, body, chosen, parameters, known_s)
+                own = chosen if options == chosen.options else replace(chosen, options=options)
+                found = self._with_splits(shape, level, limit, body, own, parameters, known_s)
             if found is None:
                 continue
             if isinstance(found, Misfit):
@@ -497,23 +491,26 @@ class Ranker:
     ) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
         problem = self.analysis.problem(shape.sizes, level)
-        key = (shape.sizes, level)
+        key, body = (shape.sizes, level), self.bodies.body(shape.sizes)
+        menus = zip(
+            problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
+        )
+        is_alike = all(
+            [o.choice for o in a.options] == [o.choice for o in b.options] for a, b in menus
+        )
         if key not in self._splits:
-            body = self.bodies.body(shape.sizes)
             start = self.bodies.solved(body).options
-            menus = zip(
-                problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
-            )
-            is_alike = all(len(a.options) == len(b.options) for a, b in menus)
             self.num_split_solves += 1
             found = solve_splits(problem, start=start if is_alike else None)
             self.num_columns = max(self.num_columns, found.num_columns)
             self._splits[key] = found
         chosen = self._splits[key]
-        table = self.tables.table(shape.sizes, problem, chosen.options, exact=exact)
+        # what the body's meshes share is not made for each of them
+        sizes, work = (body.sizes, body.problem) if is_alike else (shape.sizes, problem)
+        table = self.tables.table(sizes, work, chosen.options, problem, exact=exact)
         return self._cut(shape, level, limit_bytes, table, problem, chosen)
 
-    def refine(self, ranked: Ranked, limit_bytes: int) -> Ranked | Misfit:
+    def refine(self, ranked: Ranked, limit_bytes: int, *, anew: bool = False) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
         By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
@@ -522,12 +519,14 @@ class Ranker:
         Args:
             ranked: From :meth:`rank`.
             limit_bytes: Memory of a device; it may be tighter than the real one.
+            anew: Whether blocks are moved from other cuts too, not only from the known ones.
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
         is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
         if problem.virtual > 1 or is_long:
-            stages = Recut(problem).improved(ranked.stages.starts)
+            others = self.problems.likely_cuts(problem) if anew else ()
+            stages = Recut(problem).improved(ranked.stages.starts, *others)
         else:
             stages = solve_stages(problem)
         if stages is None:

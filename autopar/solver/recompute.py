@@ -10,6 +10,14 @@ Per value ``v`` of a block's forward: ``a[v]`` backward has it, ``b[v] <= a[v]``
     (5)   y[s] >= a[v] - b[v]         storage s of v is kept
     (6)   sum_s bytes_s y[s] <= budget
 
+Where values may be kept in host memory, ``o[u]`` says of a unit of them that it is, rows (5) become
+``y[s] >= a[v] - b[v] - o[u]``, and
+
+    (7)   c[s] >= a[v] - b[v] + o[u] - 1                  storage s is copied
+    (8)   late >= sum_s copy_s c[s] - seconds beside it   in forward, and in backward
+
+with the seconds of waiting, and a share of all copies, in the objective.
+
 Without (4) and (6) every row is an implication between two variables, so the relaxation is integral
 (a closure problem); with them it nearly is, and SCIP ends at or near the root. A sum over *closed
 cones* is exact where a knapsack over single values is not: making a chain again costs all of it.
@@ -29,14 +37,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from math import inf
 
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.errors import AutoparError
+from autopar.solver.programs import Program
 from autopar.solver.recompute_problem import (
     ALWAYS_KEPT,
     ALWAYS_REMADE,
+    UNHIDDEN,
     Figures,
     RecomputeProblem,
     figures,
@@ -55,6 +66,7 @@ class MenuPoint:
 
     Attributes:
         groups: Names of the operators that are made again.
+        offload: Names of the operators whose values are kept in host memory.
         figures: What it costs.
         gap_s: By how many seconds it may miss the least for its bytes; 0.0 where that is proven.
     """
@@ -62,23 +74,39 @@ class MenuPoint:
     groups: tuple[str, ...]
     figures: Figures
     gap_s: float = 0.0
+    offload: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problem: RecomputeProblem, found: Figures, gap_s: float = 0.0) -> MenuPoint:
+        """The point of a choice."""
+        return cls(
+            groups=tuple(n for g in sorted(found.remade) for n in problem.groups[g]),
+            figures=found,
+            gap_s=gap_s,
+            offload=tuple(problem.units[u] for u in sorted(found.offloaded)),
+        )
 
 
-def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple[MenuPoint, ...]:
+def recompute_menu(
+    problem: RecomputeProblem, *, size: int = MENU_SIZE, remade: Collection[int] | None = None
+) -> tuple[MenuPoint, ...]:
     """Choices from the fastest to the leanest.
 
     Args:
         problem: The block.
         size: Most points.
+        remade: Groups that are made again, where that is fixed and only what is kept in host
+            memory is free.
 
     Returns:
         At least one point; bytes fall and seconds rise from each to the next.
     """
-    nothing = figures(problem, ())
+    nothing = figures(problem, remade or ())
     everything = figures(problem, range(len(problem.groups)))
-    if not nothing.saved_bytes or not everything.remade:
-        return (MenuPoint(groups=(), figures=nothing),)
-    search = _Search(problem)
+    is_given = not problem.units and (remade is not None or not everything.remade)
+    if not nothing.saved_bytes or is_given:
+        return (MenuPoint.of(problem, nothing),)
+    search = _Search(problem, None if remade is None else frozenset(remade))
     fast, lean = search.ends()
     points = [fast]
     if lean.figures.saved_bytes < fast.figures.saved_bytes:
@@ -90,7 +118,11 @@ def recompute_menu(problem: RecomputeProblem, *, size: int = MENU_SIZE) -> tuple
 
 
 def menu_of(
-    problem: RecomputeProblem, choices: Iterable[Collection[int]], *, size: int = MENU_SIZE
+    problem: RecomputeProblem,
+    choices: Iterable[Collection[int]],
+    *,
+    size: int = MENU_SIZE,
+    offloads: Iterable[Collection[int]] = (),
 ) -> tuple[MenuPoint, ...]:
     """A menu of given choices: figures are this block's own, but better choices may exist.
 
@@ -98,14 +130,18 @@ def menu_of(
         problem: The block.
         choices: Groups that are made again; what none of them improves is left out.
         size: Most points.
+        offloads: For each choice the units that are kept in host memory; none if left out.
     """
-    found = {f.remade: f for f in (figures(problem, c) for c in (*choices, ()))}
-    order = sorted(found.values(), key=lambda f: (f.extra_s, f.saved_bytes, sorted(f.remade)))
+    pairs = [*zip_longest(choices, offloads, fillvalue=()), ((), ())]
+    found = {(f.remade, f.offloaded): f for f in (figures(problem, *pair) for pair in pairs)}
+    order = sorted(
+        found.values(),
+        key=lambda f: (f.total_s, f.host_bytes, f.saved_bytes, sorted(f.remade)),
+    )
     points: list[MenuPoint] = []
     for one in order:
         if not points or one.saved_bytes < points[-1].figures.saved_bytes:
-            names = tuple(n for g in sorted(one.remade) for n in problem.groups[g])
-            points.append(MenuPoint(groups=names, figures=one, gap_s=one.extra_s))
+            points.append(MenuPoint.of(problem, one, one.total_s))
     _thin(points, size)
     return tuple(points)
 
@@ -113,76 +149,128 @@ def menu_of(
 @dataclass(slots=True)
 class _Search:
     problem: RecomputeProblem
-    _model: mathopt.Model = field(init=False)
-    _budget: mathopt.LinearConstraint = field(init=False)
-    _remade: dict[int, mathopt.Variable | None] = field(default_factory=dict)
-    _seconds: dict[mathopt.Variable, float] = field(default_factory=dict)
-    _bytes: dict[mathopt.Variable, float] = field(default_factory=dict)
+    only: frozenset[int] | None = None  # groups that are made again, if that is fixed
+    _program: Program = field(init=False)
+    _budget: int = 0  # row (6)
+    _remade: dict[int, int | None] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)
+    _bytes: dict[int, float] = field(default_factory=dict)
     _unit_s: float = 1.0
     _unit_bytes: float = 1.0
     _step_bytes: int = 0
+    _away: dict[int, int] = field(default_factory=dict)  # by unit
+    _copies: dict[int, int] = field(default_factory=dict)  # by storage
 
     def __post_init__(self) -> None:
         problem = self.problem
         everything = figures(problem, range(len(problem.groups)))
-        nothing = figures(problem, ())
-        self._unit_s = everything.extra_s or 1.0
+        nothing = figures(problem, self.only or ())
+        copied = problem.copy.seconds(nothing.saved_bytes) if problem.units else 0.0
+        self._unit_s = everything.extra_s or copied or 1.0
         self._unit_bytes = float(max(nothing.saved_bytes, 1))
         self._step_bytes = int(nothing.saved_bytes * STEP)
-        self._model = mathopt.Model(name="recompute")
+        self._program = Program("recompute")
         self._rows()
 
     # -- the program ---------------------------------------------------------------------------
     def _rows(self) -> None:
-        """Rows (1) to (6)."""
-        problem, model = self.problem, self._model
+        """Rows (1) to (8)."""
+        problem, program = self.problem, self._program
         count = len(problem.ops)
-        needed: dict[int, mathopt.Variable] = {}
+        needed: dict[int, int] = {}
         cone = self._cone()
         first = set(problem.first_reads)
         members: dict[int, list[int]] = {}
         for value in cone:
             if value < count and problem.ops[value].group >= 0:
                 members.setdefault(problem.ops[value].group, []).append(value)
-        shared = {g: model.add_binary_variable() for g, m in members.items() if len(m) > 1}
-        stored: dict[int, mathopt.Variable] = {}
+        shared = {g: program.column() for g, m in members.items() if len(m) > 1}
+        stored: dict[int, int] = {}
         for value in cone:
-            lower = 1.0 if value in first else 0.0  # (1)
-            have = model.add_variable(lb=lower, ub=1.0, is_integer=True)
+            have = program.column(1.0 if value in first else 0.0)  # (1)
             needed[value] = have
             again = self._again(value, have, shared)
-            for storage in problem.holds(value) if again is not have else ():
+            for storage in problem.holds(value) if again != have else ():
                 if not problem.kept_bytes[storage]:
                     continue
                 if storage not in stored:
-                    stored[storage] = model.add_variable(lb=0.0, ub=1.0)
+                    stored[storage] = program.column(is_integer=False)
                     self._bytes[stored[storage]] = problem.kept_bytes[storage] / self._unit_bytes
-                kept = have if again is None else have - again
-                model.add_linear_constraint(stored[storage] >= kept)  # (5)
+                terms = [(stored[storage], 1.0), (have, -1.0)]
+                terms += [
+                    (column, 1.0)
+                    for column in (again, self._unit_away(value))
+                    if column is not None
+                ]
+                program.row(terms, at_least=0.0)  # (5)
+            self._copied(value, have, again)
         for value, again in self._remade.items():
-            for operand in problem.ops[value].reads if again is not None else ():
-                if operand in needed:
-                    model.add_linear_constraint(again <= needed[operand])  # (2)
-        self._budget = model.add_linear_constraint(  # (6)
-            ub=1.0, expr=mathopt.LinearSum(v * c for v, c in self._bytes.items())
-        )
+            for operand in dict.fromkeys(problem.ops[value].reads):
+                if again is not None and operand in needed and needed[operand] != again:
+                    program.row([(again, 1.0), (needed[operand], -1.0)], at_most=0.0)  # (2)
+        self._budget = program.row(self._bytes.items(), at_most=1.0)  # (6)
+        self._late()
 
-    def _again(
-        self, value: int, have: mathopt.Variable, shared: dict[int, mathopt.Variable]
-    ) -> mathopt.Variable | None:
+    def _unit_away(self, value: int) -> int | None:
+        """Whether a value's unit is in host memory; None if it can't be."""
+        unit = self.problem.unit(value)
+        if unit < 0:
+            return None
+        if unit not in self._away:
+            self._away[unit] = self._program.column()
+        return self._away[unit]
+
+    def _copied(self, value: int, have: int, again: int | None) -> None:
+        """Row (7): a value that is kept and whose unit is away is copied."""
+        away = self._unit_away(value)
+        if away is None or again == have:
+            return
+        for storage in self.problem.holds(value):
+            if storage not in self._copies:
+                self._copies[storage] = self._program.column(is_integer=False)
+            terms = [(self._copies[storage], 1.0), (have, -1.0), (away, -1.0)]
+            terms += [] if again is None else [(again, 1.0)]
+            self._program.row(terms, at_least=-1.0)
+
+    def _late(self) -> None:
+        """Rows (8): copies run beside the block's operators; what they take longer is waited for.
+
+        A share of each is waited for in any case, in forward and in backward.
+        """
+        problem, program = self.problem, self._program
+        if not self._copies:
+            return
+        each = {
+            column: problem.copy.seconds(problem.kept_bytes[s]) / self._unit_s
+            for s, column in self._copies.items()
+        }
+        whole = [(column, -seconds) for column, seconds in each.items()]
+        forward_s, backward_s = (s / self._unit_s for s in problem.beside_s)
+        ahead, behind = (program.column(upper=inf, is_integer=False) for _ in range(2))
+        program.row([(ahead, 1.0), *whole], at_least=-forward_s)
+        program.row([(behind, 1.0), *whole, *self._seconds.items()], at_least=-backward_s)
+        self._seconds |= {column: 2 * UNHIDDEN * seconds for column, seconds in each.items()}
+        self._seconds |= {ahead: 1.0, behind: 1.0}
+
+    def _again(self, value: int, have: int, shared: dict[int, int]) -> int | None:
         """``b`` of a value; None where it is never made again."""
-        problem, model = self.problem, self._model
+        problem, program = self.problem, self._program
         if value >= len(problem.ops) or problem.ops[value].group == ALWAYS_KEPT:
             return None  # (3)
         op = problem.ops[value]
         if op.group == ALWAYS_REMADE:
             self._remade[value] = have  # (3)
             return have
-        again = model.add_variable(lb=0.0, ub=1.0, is_integer=True)
-        model.add_linear_constraint(again <= have)
+        again = program.column()
+        program.row([(again, 1.0), (have, -1.0)], at_most=0.0)
+        if self.only is not None and op.group in self.only:
+            program.row([(again, 1.0), (have, -1.0)], at_least=0.0)
+        elif self.only is not None:
+            program.bound(again, 0.0)
         if op.group in shared:
-            model.add_linear_constraint(again <= shared[op.group])  # (4)
-            model.add_linear_constraint(again >= have + shared[op.group] - 1.0)  # (4)
+            whole = shared[op.group]
+            program.row([(again, 1.0), (whole, -1.0)], at_most=0.0)  # (4)
+            program.row([(again, 1.0), (have, -1.0), (whole, -1.0)], at_least=-1.0)  # (4)
         self._seconds[again] = op.seconds / self._unit_s
         self._remade[value] = again
         return again
@@ -207,40 +295,43 @@ class _Search:
 
     # -- solving -------------------------------------------------------------------------------
     def ends(self) -> tuple[MenuPoint, MenuPoint]:
-        """The leanest of the fastest choices, and the fastest of (nearly) the leanest."""
-        fast = self.at(figures(self.problem, ()).saved_bytes)
+        """The leanest of the fastest choices, and the fastest of (nearly) the leanest.
+
+        The fastest one copies nothing: what a copy seems not to cost may show in a whole stage.
+        """
+        for away in self._away.values():
+            self._program.bound(away, 0.0)
+        fast = self.at(figures(self.problem, self.only or ()).saved_bytes)
+        for away in self._away.values():
+            self._program.bound(away, 1.0)
         least = self._solve(self._bytes, self._seconds)
         lean = self.at(least[0].saved_bytes + self._step_bytes)
         return fast, lean
 
     def at(self, budget_bytes: int) -> MenuPoint:
         """The fastest choice within a budget."""
-        self._budget.upper_bound = (budget_bytes + 0.5) / self._unit_bytes
+        self._program.limit(self._budget, (budget_bytes + 0.5) / self._unit_bytes)
         found, gap = self._solve(self._seconds, self._bytes)
         return self._point(found, gap)
 
     def _point(self, found: Figures, gap: float) -> MenuPoint:
-        names = tuple(n for g in sorted(found.remade) for n in self.problem.groups[g])
-        return MenuPoint(groups=names, figures=found, gap_s=gap * self._unit_s)
+        return MenuPoint.of(self.problem, found, gap * self._unit_s)
 
-    def _solve(
-        self, first: dict[mathopt.Variable, float], second: dict[mathopt.Variable, float]
-    ) -> tuple[Figures, float]:
+    def _solve(self, first: dict[int, float], second: dict[int, float]) -> tuple[Figures, float]:
         """Figures of the best choice by ``first``, ties by ``second``, and the proven gap."""
-        terms = [v * c for v, c in first.items()]
-        terms += [v * (c * TIE_WEIGHT) for v, c in second.items()]
-        self._model.minimize(mathopt.LinearSum(terms) if terms else 0.0)
+        prices = dict(first)
+        for column, price in second.items():
+            prices[column] = prices.get(column, 0.0) + price * TIE_WEIGHT
         parameters = mathopt.SolveParameters(
             node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=0.0,
             absolute_gap_tolerance=0.0,
         )  # fmt: skip
-        result = mathopt.solve(self._model, mathopt.SolverType.GSCIP, params=parameters)
-        if not result.has_primal_feasible_solution():
+        result, values = self._program.solved(prices, parameters)
+        if not values:
             raise AutoparError(
                 f"the recompute problem of {len(self.problem.ops)} operators ended without a "
                 f"choice ({result.termination.reason.name}); report it with the model"
             )
-        values = result.variable_values()
         chosen = {
             self.problem.ops[i].group
             for i, again in self._remade.items()
@@ -250,24 +341,25 @@ class _Search:
         gap = 0.0
         if not is_proven:
             gap = max(0.0, result.objective_value() - result.best_objective_bound())
-        return figures(self.problem, chosen), gap
+        away = {unit for unit, variable in self._away.items() if values[variable] > 0.5}
+        return figures(self.problem, chosen, away), gap
 
     # -- menus ---------------------------------------------------------------------------------
     def corners(self, points: list[MenuPoint]) -> None:
         """Add the corners of the lower convex hull to a menu that has its ends."""
-        self._budget.upper_bound = 2.0  # binds nothing
+        self._program.limit(self._budget, 2.0)  # binds nothing
         waiting = [(points[0], points[-1])]
         while waiting:
             fast, lean = waiting.pop()
             less = (fast.figures.saved_bytes - lean.figures.saved_bytes) / self._unit_bytes
-            more = (lean.figures.extra_s - fast.figures.extra_s) / self._unit_s
+            more = (lean.figures.total_s - fast.figures.total_s) / self._unit_s
             weights = {v: c * less for v, c in self._seconds.items()}
             weights |= {v: c * more for v, c in self._bytes.items()}
             found, gap = self._solve(weights, {})
             point = self._point(found, gap)
-            size, time_s = found.saved_bytes / self._unit_bytes, found.extra_s / self._unit_s
+            size, time_s = found.saved_bytes / self._unit_bytes, found.total_s / self._unit_s
             lowest = lean.figures.saved_bytes / self._unit_bytes
-            line = more * lowest + less * lean.figures.extra_s / self._unit_s
+            line = more * lowest + less * lean.figures.total_s / self._unit_s
             # the lean end is not quite the leanest: what lies beyond it is no corner between them
             is_between = fast.figures.saved_bytes > found.saved_bytes > lean.figures.saved_bytes
             if is_between and more * size + less * time_s < line * (1 - HULL_TOLERANCE):
@@ -308,11 +400,11 @@ def _thin(points: list[MenuPoint], size: int) -> None:
         for at in range(1, len(points) - 1):
             a, b, c = (p.figures for p in points[at - 1 : at + 2])
             share = (a.saved_bytes - b.saved_bytes) / (a.saved_bytes - c.saved_bytes)
-            loss_s = a.extra_s + share * (c.extra_s - a.extra_s) - b.extra_s
+            loss_s = a.total_s + share * (c.total_s - a.total_s) - b.total_s
             losses.append((loss_s * (a.saved_bytes - c.saved_bytes), at))
         del points[min(losses)[1]]
 
 
 def _area(span: tuple[MenuPoint, MenuPoint, int]) -> float:
     fast, lean, floor = span
-    return (fast.figures.saved_bytes - floor) * (lean.figures.extra_s - fast.figures.extra_s)
+    return (fast.figures.saved_bytes - floor) * (lean.figures.total_s - fast.figures.total_s)

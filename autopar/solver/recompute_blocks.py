@@ -237,6 +237,7 @@ class BlockLocalizer:
         *,
         spare_s: float = 0.0,
         spare_bytes: int = 0,
+        offloads: bool = False,
     ) -> RecomputeProblem:
         """The problem of a block.
 
@@ -247,6 +248,7 @@ class BlockLocalizer:
             op_s: Seconds of a local operator, given the metas of all local values.
             spare_s: Seconds of making the block's spare value again.
             spare_bytes: Bytes that are kept for that.
+            offloads: Whether what the block makes may be kept in host memory.
         """
         graph = self._part(block)
         decisions = Decisions(axis_sizes=sizes, choices=choices)
@@ -262,6 +264,7 @@ class BlockLocalizer:
             sent_roots=sent,
             received=[n for n, source in body.received.items() if source < block],
             may=self.candidates(block),
+            may_offload=self.analysis.chain.blocks[block].forward if offloads else (),
             elsewhere=lambda name: self._counted_at.get(name, block) != block,
             op_s=op_s,
             spare=self.spares[block],
@@ -330,6 +333,7 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
     spare: Spare | None = None,
     spare_s: float = 0.0,
     spare_bytes: int = 0,
+    may_offload: Collection[str] = (),
 ) -> RecomputeProblem:
     """Local operators as numbers.
 
@@ -346,6 +350,7 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
         spare: An input that may be made again, if there is one.
         spare_s: Seconds of that.
         spare_bytes: Bytes that are kept for that.
+        may_offload: Operators of the graph whose values may be kept in host memory.
     """
     program = Graph(tuple(inputs), tuple(nodes), ())
     memory = storages(program)
@@ -379,7 +384,10 @@ def recompute_problem(  # noqa: PLR0913  what surrounds the operators
         groups[0] = spare.operators
         read.append(BlockInput(holds=(len(storage_bytes),), is_received=True))
         storage_bytes, kept_bytes = (*storage_bytes, spare_bytes), (*kept_bytes, spare_bytes)
+    units, unit_of = builder.units(names[: len(ops)], frozenset(may_offload), kept_bytes)
     return RecomputeProblem(
+        units=units,
+        unit_of=unit_of,
         ops=tuple(ops),
         inputs=tuple(read),
         storage_bytes=storage_bytes,
@@ -450,6 +458,33 @@ class _Builder:
         if node.origin not in self.may and node.origin != self.spared:
             return ALWAYS_KEPT
         return self.groups.setdefault(node.origin, len(self.groups))
+
+    def units(
+        self, names: Sequence[str], may: frozenset[str], kept_bytes: Sequence[int]
+    ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Operators of the graph that make what may be in host memory, and each operator's."""
+        numbers: dict[str, int] = {}
+        found = []
+        for name in names if may else ():
+            node, held = self.table.get(name), self.memory.of[name]
+            origin = self._origin(name)
+            is_own = (
+                node is not None
+                and node.phase is not Phase.BACKWARD
+                and node.op not in VIEW_OPS - {"getitem"}
+                and origin in may
+                and len(held) == 1
+                and self._origin(_maker(held[0])) == origin
+                and kept_bytes[self.storage[held[0]]] > 0
+            )
+            found.append(numbers.setdefault(origin, len(numbers)) if is_own else -1)
+        return tuple(numbers), tuple(found)
+
+    def _origin(self, name: str) -> str:
+        node = self.table.get(name)
+        if node is not None and node.op == "getitem":
+            node = self.table.get(node.refs()[0])
+        return node.origin if node is not None else ""
 
     def kept_bytes(self, elsewhere: Callable[[str], bool]) -> tuple[int, ...]:
         """What keeping each storage costs the block."""

@@ -9,7 +9,11 @@ block before may be a group as well: it stands for the operators that lead to it
 
 A choice is a set of groups. What backward reads is kept, unless its operator is in the set: then
 it is made again from its own operands, which are kept or made again in turn. Views are always made
-again. :func:`figures` is the independent statement of what a choice costs; it follows
+again.
+
+What is kept may be kept in host memory instead, by *units*: all that one operator of the graph
+makes and backward keeps. Copies run beside the block's operators; what they take longer than these
+is waited for. :func:`figures` is the independent statement of what a choice costs; it follows
 :mod:`autopar.sharding.split` and :mod:`cost_models.liveness` step by step.
 """
 
@@ -18,8 +22,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from cost_models.offload import FREE_COPIES, CopyPrice
+
 ALWAYS_REMADE = -1
 ALWAYS_KEPT = -2
+UNHIDDEN = 0.005  # of a copy's seconds, though it is no longer than its block: the last ones of a
+# forward and the first ones of a backward have nothing beside them, others come unevenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,10 @@ class RecomputeProblem:
         backward_roots: Values that backward must yield.
         groups: Operators of the graph in each group.
         sent_roots: Those values of ``backward_roots`` that earlier blocks wait for.
+        units: Operators of the graph whose values may be kept in host memory; empty if none may.
+        unit_of: By operator its unit, -1 if it has none; empty without units.
+        copy: Price of a copy to host memory, and of one back.
+        beside_s: Seconds of the block's forward and of its backward, beside which copies run.
     """
 
     ops: tuple[BlockOp, ...]
@@ -85,6 +97,28 @@ class RecomputeProblem:
     backward_roots: tuple[int, ...]
     groups: tuple[tuple[str, ...], ...]
     sent_roots: tuple[int, ...] = ()
+    units: tuple[str, ...] = ()
+    unit_of: tuple[int, ...] = ()
+    copy: CopyPrice = FREE_COPIES
+    beside_s: tuple[float, float] = (0.0, 0.0)
+
+    def unit(self, value: int) -> int:
+        """Unit of a value; -1 if it has none."""
+        return self.unit_of[value] if value < len(self.unit_of) else -1
+
+    def late_s(self, copy_s: float, extra_s: float) -> tuple[float, float]:
+        """Seconds of waiting for copies: in a forward, and in a backward.
+
+        Args:
+            copy_s: Seconds of the copies, one way.
+            extra_s: Seconds of what backward makes again.
+        """
+        forward_s, backward_s = self.beside_s
+        least_s = UNHIDDEN * copy_s
+        return (
+            least_s + max(0.0, copy_s - forward_s),
+            least_s + max(0.0, copy_s - backward_s - extra_s),
+        )
 
     @property
     def first_reads(self) -> tuple[int, ...]:
@@ -112,20 +146,33 @@ class Figures:
     """What a choice costs.
 
     Attributes:
-        saved_bytes: Kept from forward to backward.
+        saved_bytes: Kept on the device from forward to backward.
         extra_s: Seconds of what backward makes again.
         transient_bytes: The most that is alive in one pass beyond what is kept.
         remade: Groups of the choice that are needed again; the others change nothing.
+        offloaded: Units of the choice of which something is kept.
+        host_bytes: Kept in host memory.
+        late_s: Seconds of waiting for copies, in forward and in backward.
     """
 
     saved_bytes: int
     extra_s: float
     transient_bytes: int
     remade: frozenset[int]
+    offloaded: frozenset[int] = frozenset()
+    host_bytes: int = 0
+    late_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds beyond those of a block that keeps all on the device."""
+        return self.extra_s + sum(self.late_s)
 
 
-def figures(problem: RecomputeProblem, choice: Collection[int]) -> Figures:
-    """The figures of a choice of groups."""
+def figures(
+    problem: RecomputeProblem, choice: Collection[int], offload: Collection[int] = ()
+) -> Figures:
+    """The figures of a choice of groups that are made again, and of units in host memory."""
     ops = problem.ops
     kept, again = _closure(problem, choice)
     remade = frozenset(ops[i].group for i in again if ops[i].group >= 0)
@@ -133,15 +180,28 @@ def figures(problem: RecomputeProblem, choice: Collection[int]) -> Figures:
     ahead = _needed(problem, [*problem.forward_roots, *kept])
     forward = [i for i in ahead if not ops[i].is_backward]
     backward = _lazy_order(problem, again)
+    away = {value for value in kept if problem.unit(value) in offload}
+    there = {s for value in away for s in problem.holds(value)}
+    there -= {s for value in kept - away for s in problem.holds(value)}
     peak = max(
         _peak_bytes(problem, forward, given=(), held=storages, roots=problem.forward_roots),
-        _peak_bytes(problem, backward, given=storages, held=(), roots=problem.backward_roots),
+        _peak_bytes(
+            problem, backward, given=storages, held=(), roots=problem.backward_roots, again=there
+        ),
     )
+    host_bytes = sum(problem.kept_bytes[s] for s in there)
+    extra_s = sum(ops[i].seconds for i in sorted(again) if ops[i].group >= 0)
     return Figures(
-        saved_bytes=sum(problem.kept_bytes[s] for s in storages),
-        extra_s=sum(ops[i].seconds for i in sorted(again) if ops[i].group >= 0),
-        transient_bytes=peak,
+        saved_bytes=sum(problem.kept_bytes[s] for s in storages) - host_bytes,
+        extra_s=extra_s,
+        # what it copies out or brings back, which is no more than as much of its neighbour
+        transient_bytes=peak + host_bytes,
         remade=remade,
+        offloaded=frozenset(problem.unit(value) for value in away),
+        host_bytes=host_bytes,
+        late_s=problem.late_s(
+            sum(problem.copy.seconds(problem.kept_bytes[s]) for s in sorted(there)), extra_s
+        ),
     )
 
 
@@ -265,6 +325,7 @@ def _peak_bytes(
     given: Collection[int],
     held: Collection[int],
     roots: Iterable[int],
+    again: Collection[int] = (),
 ) -> int:
     """The most that is alive at once while operators run in an order.
 
@@ -274,6 +335,7 @@ def _peak_bytes(
         given: Storages that are there at first and die at their last use.
         held: Storages whose bytes are counted elsewhere, also before they are made.
         roots: Values that stay to the end.
+        again: Storages in whose place, once they are read, as much for the next block is brought.
     """
     stay = {s for root in roots for s in problem.holds(root)} | set(held)
     last: dict[int, int] = {}
@@ -290,8 +352,13 @@ def _peak_bytes(
     made = {s for index in order for s in problem.ops[index].makes}
     live, peak = -sum(problem.kept_bytes[s] for s in made & set(held)), 0
     alive: set[int] = set()
+    unread = set(again)
     for position, index in enumerate(order):
         op = problem.ops[index]
+        if unread:
+            read = unread.intersection(s for value in op.reads for s in problem.holds(value))
+            live += sum(problem.kept_bytes[s] for s in read)
+            unread -= read
         for storage in op.makes:
             if storage in held:
                 live += problem.kept_bytes[storage]

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from autopar.plan.schedule import Alive
 from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
 from autopar.solver.schedule_choice import sampled_counts
 from autopar.solver.stages_problem import (
@@ -35,6 +36,7 @@ from autopar.solver.step_paths import Path, StepPaths, Term, paths_of
 MAX_TRIALS = 300  # work limit: choices that are run
 MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
 MAX_MOVES = 40  # of one choice
+MOST_STARTS = 3  # cuts that blocks are moved from
 GAIN = 1e-6  # of a step, that a move must save
 
 Starts = tuple[int, ...]
@@ -69,6 +71,9 @@ class Recut:
     _first: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _held: dict[int, _Holds] = field(default_factory=dict)
+    _bytes: dict[tuple[Alive, bool], list[list[int]]] = field(default_factory=dict)
+    _transients: list[list[int]] = field(init=False)
+    _times: list[list[list[float]]] = field(init=False)
     _made: list[tuple[float, StepPaths]] = field(default_factory=list)
     _known: dict[object, _Picks | None] = field(default_factory=dict)
 
@@ -78,6 +83,13 @@ class Recut:
         self._kind, self._counts = sums.kind, sums.counts
         self._menus = sums.first  # a block of each kind
         self._first, self._steps = sums.start, sums.steps
+        menus = [problem.blocks[i].options for i in self._menus]
+        self._transients = [[o.transient_bytes for o in menu] for menu in menus]
+        self._times = [  # forward, backward, what of that makes gradients of weights
+            [[o.forward_s for o in menu] for menu in menus],
+            [[o.backward_s for o in menu] for menu in menus],
+            [[o.weight_s for o in menu] for menu in menus],
+        ]
 
     @property
     def _graphs(self) -> list[tuple[float, StepPaths]]:
@@ -90,11 +102,14 @@ class Recut:
                 self._made.append((weight, graph))
         return self._made
 
-    def improved(self, starts: Starts) -> StageSolution | None:
-        """The best choice found from the cuts ``starts`` on; None if none fits."""
-        best = self._choice(starts)
-        if best is None:
-            return None
+    def improved(self, *starts: Starts) -> StageSolution | None:
+        """The best choice found from the best of some cuts on; None if none of them fits."""
+        begun = [choice for choice in map(self._choice, starts) if choice is not None]
+        begun = nsmallest(MOST_STARTS, begun, key=lambda c: c.time_s)
+        found = min(map(self._improved, begun), key=lambda c: c.time_s, default=None)
+        return None if found is None else self._solution(found)
+
+    def _improved(self, best: _Choice) -> _Choice:
         trials, moved = 1, self.problem.fixed_starts is None
         count = sum(n for n, _ in sampled_counts(self.problem))
         most = min(self.max_trials, MAX_THINGS // (2 * self.problem.num_stages * count))
@@ -108,7 +123,7 @@ class Recut:
                 if found is not None and found.time_s < best.time_s * (1 - GAIN):
                     best, moved = found, True
                     break
-        return self._solution(best)
+        return best
 
     def _solution(self, choice: _Choice) -> StageSolution:
         problem = self.problem
@@ -220,21 +235,22 @@ class Recut:
     def _holds(self, device: int) -> _Holds:
         """What each option holds at each moment of a rank, by stage and kind."""
         if device not in self._held:
-            stages = self.problem.stages_of(device)
+            stages, nothing = self.problem.stages_of(device), Alive(0, 0)
             self._held[device] = [
-                [
-                    [
-                        [
-                            o.alive_bytes(moment[s], s) if s in moment else 0
-                            for o in self.problem.blocks[i].options
-                        ]
-                        for i in self._menus
-                    ]
-                    for s in stages
-                ]
+                [self._amounts(moment.get(s, nothing), s) for s in stages]
                 for moment in self.problem.moments(device)
             ]
         return self._held[device]
+
+    def _amounts(self, alive: Alive, stage: int) -> list[list[int]]:
+        """Bytes of each kind's options with so many micro-batches alive; stages share them."""
+        key = (alive, stage == 0)
+        if key not in self._bytes:
+            blocks = self.problem.blocks
+            self._bytes[key] = [
+                [o.alive_bytes(alive, stage) for o in blocks[i].options] for i in self._menus
+            ]
+        return self._bytes[key]
 
     def _alive_bytes(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
         """Bytes of what is alive at a moment."""
@@ -249,10 +265,10 @@ class Recut:
     def _transient_bytes(self, picks: _Picks) -> int:
         """The largest transient of the options that are taken."""
         return max(
-            option.transient_bytes
+            transient
             for rows in picks
-            for at, row in zip(self._menus, rows, strict=True)
-            for option, count in zip(self.problem.blocks[at].options, row, strict=True)
+            for row, transients in zip(rows, self._transients, strict=True)
+            for count, transient in zip(row, transients, strict=True)
             if count
         )
 
@@ -277,14 +293,14 @@ class Recut:
         forward, backward, weights = (
             [
                 sum(
-                    count * getattr(problem.blocks[self._menus[k]].options[o], name)
-                    for k, row in enumerate(rows)
-                    for o, count in enumerate(row)
+                    count * time_s
+                    for row, times in zip(rows, table, strict=True)
+                    for count, time_s in zip(row, times, strict=True)
                     if count
                 )
                 for rows in picks
             ]
-            for name in ("forward_s", "backward_s", "weight_s")
+            for table in self._times
         )
         weights[0] = backward[0]  # nothing waits for the first stage's backward
         weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]

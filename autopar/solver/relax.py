@@ -23,7 +23,7 @@ from autopar.solver.conflict import find_conflict
 from autopar.solver.constraints import Constraints
 from autopar.solver.given import constraint_words, given_constraints, with_degrees
 from autopar.solver.question import Asker, Progress, silent
-from autopar.solver.search import SearchStats
+from autopar.solver.search_stats import SearchStats
 from autopar.units import format_bytes, round_up_bytes
 
 ROOM_PERCENT = (100, 110, 125, 150, 200, 300)  # of the need that the search found, tried as a limit

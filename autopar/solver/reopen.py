@@ -18,15 +18,14 @@ bind: those that a choice exceeds are added, the most exceeded one of each momen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
 from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]  # has no stubs
 
 from autopar.plan.schedule import Alive
+from autopar.solver.programs import Program
 from autopar.solver.stages_problem import BlockMenu, StageProblem, bounds
 
 NODE_LIMIT = 500
@@ -221,40 +220,21 @@ def _solve(
     blocks: Mapping[int, BlockMenu], rows: Sequence[_Row], room: float
 ) -> list[tuple[int, int]] | None:
     """The same under given rows."""
-    columns = [(i, o) for i, b in blocks.items() for o in range(len(b.options))]
-    message = model_pb2.ModelProto(name="reopen")
-    message.variables.ids.extend(range(len(columns)))
-    message.variables.lower_bounds.extend([0.0] * len(columns))
-    message.variables.upper_bounds.extend([1.0] * len(columns))
-    message.variables.integers.extend([True] * len(columns))
-    message.objective.linear_coefficients.ids.extend(range(len(columns)))
-    message.objective.linear_coefficients.values.extend(
-        [blocks[i].options[o].total_s for i, o in columns]
-    )
-    one = [(1.0, 1.0)] * len(blocks)
-    limits = [*one, *[(-math.inf, 1.0)] * len(rows)]
-    message.linear_constraints.ids.extend(range(len(limits)))
-    message.linear_constraints.lower_bounds.extend([low for low, _ in limits])
-    message.linear_constraints.upper_bounds.extend([high for _, high in limits])
-    places = {i: at for at, i in enumerate(blocks)}
-    entries = sorted((places[i], at, 1.0) for at, (i, _) in enumerate(columns))
-    for number, row in enumerate(rows, len(blocks)):
-        entries += [
-            (number, at, row[column] / room) for at, column in enumerate(columns) if row.get(column)
-        ]
-    matrix = message.linear_constraint_matrix
-    matrix.row_ids.extend([row for row, _, _ in entries])
-    matrix.column_ids.extend([column for _, column, _ in entries])
-    matrix.coefficients.extend([factor for _, _, factor in entries])
-    model = mathopt.Model.from_model_proto(message)
+    program = Program("reopen")
+    columns = {(i, o): program.column() for i, b in blocks.items() for o in range(len(b.options))}
+    for i, block in blocks.items():
+        one = [(columns[i, o], 1.0) for o in range(len(block.options))]
+        program.row(one, at_least=1.0, at_most=1.0)
+    for row in rows:
+        program.row(
+            [(at, row[pair] / room) for pair, at in columns.items() if row.get(pair)], at_most=1.0
+        )
+    prices = {at: blocks[i].options[o].total_s for (i, o), at in columns.items()}
     parameters = mathopt.SolveParameters(
         node_limit=NODE_LIMIT, threads=1, random_seed=0, relative_gap_tolerance=GAP
     )
-    result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
-    if not result.has_primal_feasible_solution():
-        return None
-    values = result.variable_values()
-    return [at for number, at in enumerate(columns) if values[model.get_variable(number)] > 0.5]
+    _, values = program.solved(prices, parameters)
+    return [pair for pair, at in columns.items() if values[at] > 0.5] if values else None
 
 
 def _memory_rows(

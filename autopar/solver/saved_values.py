@@ -155,11 +155,16 @@ class SavedValues:
     ) -> list[Curve]:
         """Per block what it keeps and what giving that up costs, at least.
 
+        Where values may be kept in host memory that is nothing at all, for nothing: copies run
+        beside operators, of whichever block.
+
         Args:
             problem: Options of all operators.
             prices: Of the same mesh.
             operator_s: Least seconds per micro-batch by variable.
         """
+        if self.analysis.host_copies is not None:
+            return [(0, ())] * len(self._values)
         known: dict[tuple[Value, ...], Curve] = {}
         for values in self._values:
             if values not in known:
@@ -169,6 +174,8 @@ class SavedValues:
 
     def held_bytes(self, problem: SplitsProblem, prices: PriceList) -> list[int]:
         """Per block what it holds between the halves of its backward, at least."""
+        if self.analysis.host_copies is not None:
+            return [0] * len(self._held.blocks)
         known: dict[Held, int] = {}
         for at, held in enumerate(self._held.blocks):
             if held not in known:

@@ -121,7 +121,8 @@ def best_order(
     own = _tried(schedule, warmup, mesh, problem, stages)
     if not is_open_order(schedule, mesh, wish):
         return own
-    best = plain = plain_order(mesh, problem, stages)
+    is_plain = schedule is ScheduleKind.ONE_F_ONE_B and warmup is None
+    best = plain = own if is_plain else plain_order(mesh, problem, stages)
     limit_s = plain.time_s * (1 - LEAST_GAIN)
     others = _others(mesh, plain, stages, wish) if is_promising() else ()
     for kind, depths in others:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from time import monotonic
 
@@ -29,19 +30,19 @@ from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
-from autopar.solver.loosen import loosened
+from autopar.solver.host_room import host_shortage
+from autopar.solver.loosen import loosened, with_fewer_copies
 from autopar.solver.master import Master
-from autopar.solver.offload import either_place
+from autopar.solver.offload import best_place, places
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
+from autopar.solver.search_stats import SearchStats
 from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
 from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
-from cost_models.local import is_cpu
-from cost_models.offload import offload_fault
 
 logger = logging.getLogger(__name__)
 
@@ -53,30 +54,8 @@ LEAST_TRIED = 4  # shapes that are worked out whatever the clock says, until one
 NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
 NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
+WINDOWS = (4, 2, 1)  # blocks whose copies are under way: with one, any unevenness is waited for
 ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
-
-
-@dataclass(slots=True)
-class SearchStats:
-    """How the search went; not part of the plan.
-
-    Attributes:
-        seconds: Wall-clock seconds by phase.
-        num_shapes: Shapes of the declared space.
-        num_ranked: Shapes that got splits and cuts.
-        num_split_solves: Mixed-integer programs.
-        num_stage_solves: Cut problems.
-        num_columns: Columns of the largest mixed-integer program.
-        stopped_by: ``""``, ``"work"`` or ``"time"``.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_shapes: int = 0
-    num_ranked: int = 0
-    num_split_solves: int = 0
-    num_stage_solves: int = 0
-    num_columns: int = 0
-    stopped_by: str = ""
 
 
 def solve(  # noqa: PLR0913  the whole question in one call
@@ -93,6 +72,7 @@ def solve(  # noqa: PLR0913  the whole question in one call
     analysis: Analysis | None = None,
     gives_remedy: bool = True,
     hints: Sequence[Constraints] = (),
+    is_settled: bool = False,
 ) -> tuple[Plan, SearchStats]:
     """The best plan for a graph on a cluster.
 
@@ -110,19 +90,23 @@ def solve(  # noqa: PLR0913  the whole question in one call
         gives_remedy: Whether a refusal looks for the memory that would be enough.
         hints: Plans that people would set up, beyond the declared space too
             (:mod:`autopar.solver.hints`).
+        is_settled: Whether ``offload`` is searched as it is, not beside other places.
 
     Raises:
         ConstraintError: The constraints contradict the model, the cluster or each other.
         InfeasibleError: Nothing fits; the shortfalls name the limit, both numbers and the remedy.
     """
 
-    def ask(wish: Constraints) -> Plan:
+    def ask(wish: Constraints, *, is_settled: bool = False) -> Plan:
         known = analysis or Analysis(graph, cluster, cost_model, constraints, optimizer)
-        return solve(
+        plan, stats = solve(
             graph, model_hash, cluster, constraints=wish, optimizer=optimizer,
             memory_limit_bytes=memory_limit_bytes, cost_model=cost_model, progress=progress,
             time_limit_s=time_limit_s, analysis=known.under(wish), gives_remedy=False,
-        )[0]  # fmt: skip
+            is_settled=is_settled,
+        )  # fmt: skip
+        search.stats.add(stats)
+        return plan
 
     search = MeshSearch(
         graph=graph,
@@ -137,12 +121,16 @@ def solve(  # noqa: PLR0913  the whole question in one call
         analysis=analysis,
         gives_remedy=gives_remedy,
     )
-    may_offload = constraints.offload == "allowed" and not is_cpu(cluster)
+    tried = () if is_settled else places(constraints, cluster)
     with no_collections():
-        if not may_offload or offload_fault(cluster):
-            plan, stats = search.run()
+        if tried:
+            search.prepare()  # refuses what contradicts the model or the cluster
+            plan, stats = (
+                best_place(partial(ask, is_settled=True), constraints, tried),
+                search.stats,
+            )
         else:
-            plan, stats = either_place(search.run, ask, constraints), search.stats
+            plan, stats = search.run()
     return (with_hints(plan, constraints, hints, ask) if hints else plan), stats
 
 
@@ -331,18 +319,17 @@ class MeshSearch:
             return candidate
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        found = self._ranker.refine(best, self.limit_bytes)
+        found = self._ranker.refine(best, self.limit_bytes, anew=True)
         best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
         return leveled(self._ranker, best)
 
     def loosened(self, outcome: Outcome) -> Outcome:
         """The same with as little made again as the exact bytes allow."""
-        return loosened(
-            outcome,
-            evaluate=lambda ranked: self._evaluate(self._analysis, self._ranker, ranked),
-            ranker=self._ranker,
-            limit_bytes=self.limit_bytes,
+        evaluate = partial(self._evaluate, self._analysis, self._ranker)
+        found = loosened(
+            outcome, evaluate=evaluate, ranker=self._ranker, limit_bytes=self.limit_bytes
         )
+        return with_fewer_copies(found, evaluate=evaluate)
 
     def moved(self, candidate: Ranked, limit_bytes: int, max_trials: int) -> Ranked:
         """The same splits with blocks moved, under another limit.
@@ -396,7 +383,7 @@ class MeshSearch:
         limit = self.limit_bytes
         outcome = self._evaluate(analysis, ranker, ranked)
         for _ in range(TIGHTEN_TRIES):
-            if outcome.fits:
+            if outcome.fits or outcome.figures.peak_bytes <= self.limit_bytes:
                 break
             excess = max(
                 real - estimate
@@ -425,11 +412,17 @@ class MeshSearch:
 
     def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
-        decisions = decisions_for(analysis, ranked)
-        programs = localize(
-            analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
-        )
-        outcome = self._priced(analysis, ranked, decisions, programs)
+        chosen = decisions_for(analysis, ranked)
+        window = chosen.offload_window_bytes
+        found: list[tuple[Outcome, Decisions, LocalPrograms]] = []
+        for blocks in WINDOWS if chosen.offload else (1,):
+            decisions = replace(chosen, offload_window_bytes=blocks * window)
+            programs = localize(
+                analysis.graph, decisions, analysis.signatures, self._bodies, words=analysis.words
+            )
+            priced = self._priced(analysis, ranked, decisions, programs)
+            found.append((priced, decisions, programs))
+        outcome, decisions, programs = min(found, key=lambda f: (not f[0].fits, f[0].step_s))
         plain = None if outcome.fits else ranker.in_plain_order(ranked)
         return outcome if plain is None else self._priced(analysis, plain, decisions, programs)
 
@@ -449,15 +442,17 @@ class MeshSearch:
             offloads=analysis.offloads,
         )
         figures = exact_figures(programs, setting)
-        fits = figures.peak_bytes <= self.limit_bytes
-        return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits)
+        host = host_shortage(figures.stages, ranked.shape.mesh, analysis.cluster)
+        fits = figures.peak_bytes <= self.limit_bytes and host is None
+        return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits, host=host)
 
     # -- nothing fits --------------------------------------------------------------------------
     def _infeasible(self, outcomes: Sequence[Outcome]) -> InfeasibleError:
         """What is closest to fitting, and the cheapest way out."""
         if not self.misfits and not outcomes:
             self._open_the_leanest()
-        rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes]
+        rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes if o.host is None]
+        hosts = [o.host.shortfall(o.ranked.shape) for o in outcomes if o.host is not None]
         nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
         rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
         rows = sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]
@@ -489,6 +484,7 @@ class MeshSearch:
             )
             for needed, shape in rows
         ]
+        shortfalls += hosts[: NUM_SHORTFALLS - len(shortfalls)]
         return InfeasibleError(text, tuple(shortfalls), num_tried=self.stats.num_ranked)
 
     def _open_the_leanest(self) -> None:
@@ -583,12 +579,20 @@ def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
         for block, word in zip(ranked.table.recompute, ranked.recompute_words, strict=True)
         for name in block[word]
     }
+    offload = {
+        name
+        for block, word in zip(ranked.table.offload, ranked.recompute_words, strict=True)
+        for name in block[word]
+    }
+    chosen = zip(ranked.stage_problem.blocks, ranked.stages.options, strict=True)
     starts = [low for low, _ in bounds(ranked.stages.starts, len(chain.blocks))][1:]
     return Decisions(
         axis_sizes=shape.sizes,
         choices=choices,
         firsts=tuple(chain.first(i) for i in starts),
         recompute=frozenset(recompute),
+        offload=frozenset(offload),
+        offload_window_bytes=max(block.options[at].host_bytes for block, at in chosen),
         zero_levels=ranked.zero_levels,
         gather_outputs=analysis.gathered,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.plan.schedule import Alive
@@ -10,8 +10,9 @@ from autopar.plan.types import MeshShape
 from autopar.solver.analysis import Analysis
 from autopar.solver.candidates import Shape
 from autopar.solver.greedy_stages import first_choice
+from autopar.solver.path_bound import PathBound
 from autopar.solver.recut import Recut, even_starts
-from autopar.solver.schedule_choice import alive_of, flights
+from autopar.solver.schedule_choice import alive_of, flights, sampled_counts
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
@@ -20,6 +21,8 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
+
+CUT_WORK = 1 << 17  # of finding likely cuts
 
 _Alive = tuple[tuple[int, ...], tuple[tuple[Mapping[int, Alive], ...], ...]]
 
@@ -98,6 +101,13 @@ class ShapeProblems:
                 flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
             )  # fmt: skip
         return self._flights[key]
+
+    def likely_cuts(self, problem: StageProblem) -> Sequence[tuple[int, ...]]:
+        """Cuts that know what ranks with several stages wait for; none for other problems."""
+        if problem.virtual == 1 or problem.fixed_starts is not None or problem.forms:
+            return ()
+        few = replace(problem, num_microbatches=sampled_counts(problem)[-1][0])
+        return PathBound(few, max_work=CUT_WORK).likely_cuts()
 
     def first_stages(self, problem: StageProblem) -> StageSolution | None:
         """Cuts and options by the greedy choice; None if it finds none."""

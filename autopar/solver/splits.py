@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
@@ -36,10 +36,13 @@ from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import Layout, Replicate
 from autopar.solver.splits_problem import (
     Flow,
+    Move,
+    Pass,
     SplitsProblem,
     SplitsSolution,
     choice_memory_bytes,
     choice_terms_s,
+    is_once,
     sharing_group,
 )
 
@@ -170,6 +173,9 @@ class _Program:
         self._entries: list[tuple[int, Column, float]] = []
         self._prices: dict[Column, float] = {}
         self._fixed = 0.0
+        self._numbers: dict[Layout, int] = {}
+        self._tables: dict[int, dict[tuple[int, int], Move]] = {}
+        self._sums: dict[tuple[int, bool, int, bool], dict[int, Sum]] = {}
         self._z = self._choices()
         for flow in problem.flows:
             self._flow(flow)
@@ -246,32 +252,50 @@ class _Program:
             rows.append(row)
         return rows
 
-    def _by_layout(self, variable: int, layouts: Sequence[Layout]) -> dict[Layout, Sum]:
-        """Layout -> sum of the z that give it."""
-        sums: dict[Layout, list[Column]] = {}
-        for k, layout in enumerate(layouts):
-            sums.setdefault(layout, []).extend(self._z[variable][k : k + 1])
-        if len(sums) == 1:
-            return {next(iter(sums)): ()}
-        return {layout: tuple(row) for layout, row in sums.items()}
+    def _number(self, layout: Layout) -> int:
+        """Layouts as numbers: they are looked up often."""
+        return self._numbers.setdefault(layout, len(self._numbers))
+
+    def _table(self, flow: Flow) -> dict[tuple[int, int], Move]:
+        """The reshards of a flow by numbers of layouts; flows that share them share it."""
+        key = id(flow.moves)
+        if key not in self._tables:
+            self._tables[key] = {
+                (self._number(have), self._number(want)): move
+                for (have, want), move in flow.moves.items()
+            }
+        return self._tables[key]
+
+    def _by_layout(
+        self, variable: int, index: int, when: Pass, *, is_result: bool
+    ) -> dict[int, Sum]:
+        """Layout of a result or an operand, as a pass sees it -> sum of the z that give it."""
+        key = (variable, is_result, index, is_once(when))
+        if key not in self._sums:
+            sums: dict[int, list[Column]] = {}
+            for k, option in enumerate(self.problem.variables[variable].options):
+                layout = (option.results if is_result else option.operands)[index]
+                number = self._number(self.problem.seen(layout, when))
+                sums.setdefault(number, []).extend(self._z[variable][k : k + 1])
+            self._sums[key] = {layout: tuple(row) for layout, row in sums.items()}
+            if len(sums) == 1:
+                self._sums[key] = {next(iter(sums)): ()}
+        return self._sums[key]
 
     def _flow(self, flow: Flow) -> None:
-        problem = self.problem
-        amounts: dict[tuple[int, Layout, Layout], list[Sum]] = {}
-        weights: dict[tuple[int, Layout, Layout], float] = {}
-        sources = problem.variables[flow.variable].options
+        problem, moves = self.problem, self._table(flow)
+        amounts: dict[tuple[int, int, int], list[Sum]] = {}
+        weights: dict[tuple[int, int, int], float] = {}
         for reader in flow.readers:
-            have = [problem.seen(o.results[flow.result], reader.when) for o in sources]
-            options = problem.variables[reader.variable].options
-            want = [problem.seen(o.operands[reader.operand], reader.when) for o in options]
-            produced = self._by_layout(flow.variable, have)
-            wanted = self._by_layout(reader.variable, want)
-            for pair, amount in self._transport(flow, produced, wanted).items():
-                move = flow.moves[pair]
+            when = reader.when
+            produced = self._by_layout(flow.variable, flow.result, when, is_result=True)
+            wanted = self._by_layout(reader.variable, reader.operand, when, is_result=False)
+            for pair, amount in self._transport(moves, produced, wanted).items():
+                move = moves[pair]
                 if move.time_s > 0:
-                    key = (sharing_group(reader.when, move), *pair)
+                    key = (sharing_group(when, move), *pair)
                     amounts.setdefault(key, []).append(amount)
-                    weights[key] = move.time_s * problem.weight(reader.when)
+                    weights[key] = move.time_s * problem.weight(when)
         for key, sums in amounts.items():
             price = flow.count * weights[key] / self.unit_s
             distinct = list(dict.fromkeys(sums))
@@ -284,22 +308,25 @@ class _Program:
             self._pay(price, (made,))
 
     def _transport(
-        self, flow: Flow, produced: dict[Layout, Sum], wanted: dict[Layout, Sum]
-    ) -> dict[tuple[Layout, Layout], Sum]:
+        self,
+        moves: Mapping[tuple[int, int], Move],
+        produced: dict[int, Sum],
+        wanted: dict[int, Sum],
+    ) -> dict[tuple[int, int], Sum]:
         """Amount of every layout pair, with rows (2) and (3)."""
-        amounts: dict[tuple[Layout, Layout], Sum] = {}
+        amounts: dict[tuple[int, int], Sum] = {}
         if len(produced) == 1 or len(wanted) == 1:
             for p, out in produced.items():
                 for q, into in wanted.items():
                     amount = into if len(produced) == 1 else out
-                    if (p, q) in flow.moves:
+                    if (p, q) in moves:
                         amounts[p, q] = amount
                     else:
                         self._row(amount, constant=0.0 if amount else 1.0)  # never
             return amounts
         for p in produced:
             for q in wanted:
-                if (p, q) in flow.moves:
+                if (p, q) in moves:
                     amounts[p, q] = (self._column(),)
         for p, out in produced.items():
             self._row([v for q in wanted for v in amounts.get((p, q), ())], out)  # (2)

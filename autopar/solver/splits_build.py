@@ -39,6 +39,7 @@ from autopar.solver.splits_problem import (
 )
 from autopar.solver.splits_structure import (
     DataChoices,
+    FlowShape,
     Group,
     GroupKind,
     SplitsStructure,
@@ -141,6 +142,9 @@ class _Builder:
         self.has_mb = request.structure.has_mb
         self.inputs = request.graph.input_map()
         self.menus: list[list[SplitOption]] = []
+        self._alike: dict[object, list[SplitOption]] = {}
+        self._layouts: dict[tuple[Layout, ...], int] = {}
+        self._made: dict[object, dict[tuple[Layout, Layout], Move]] = {}
         structure = request.structure
         self.whole_norms = (
             norm_region(request.graph, structure.metas, frozenset(structure.backward))
@@ -347,10 +351,19 @@ class _Builder:
     def _node_options(self, group: Group, node: Node) -> list[SplitOption]:
         signature = self.request.signatures.get(node.name)
         given = {a: self._strategy(a, node.name) for a in ("mb", "dp")}
+        metas = [self.structure.metas.get(r, TensorMeta((), "int64")) for r in node.refs()]
+        word = self.prices.word(node, metas, group.used)
+        key = (
+            word, id(signature), *given.values(), group.saved, group.from_prologue,
+            group.in_body, group.in_prologue, self.request.batch_factors.get(node.name),
+            node.name in self.whole_norms, node.name in self.structure.backward,
+        )  # fmt: skip
+        if key in self._alike:
+            return self._alike[key]
         options = []
         for choice in self._tp_choices(node, signature, given):
             strategies = tuple(choice if a == "tp" else given[a] for a in self.axes)
-            option = self._priced(group, node, signature, strategies, choice)
+            option = self._priced(group, node, signature, strategies, choice, metas, word)
             if option is not None:
                 options.append(option)
         if not options:
@@ -358,6 +371,7 @@ class _Builder:
                 f"operator {node.name!r} ({node.op}): no split over tp={self.request.tp} is left "
                 "by the constraints; drop sequence_parallel or a placement"
             )
+        self._alike[key] = options
         return options
 
     def _strategy(self, axis: str, name: str) -> AxisStrategy | None:
@@ -396,22 +410,23 @@ class _Builder:
         signature: OpSignature | None,
         strategies: Strategies,
         choice: AxisStrategy | None,
+        metas: Sequence[TensorMeta],
+        word: int,
     ) -> SplitOption | None:
         """An option with its seconds per step; None if there is no such local form."""
-        refs, count, prices = node.refs(), self.request.num_microbatches, self.prices
-        metas = [self.structure.metas.get(r, TensorMeta((), "int64")) for r in refs]
-        operands = tuple(operand_layout(strategies, i) for i in range(len(refs)))
+        count, prices = self.request.num_microbatches, self.prices
+        operands = tuple(operand_layout(strategies, i) for i in range(len(metas)))
         results = tuple(result_layout(strategies, i) for i in range(len(node.metas())))
         parts: list[tuple[int, float | None]] = []
         if group.in_body:
-            time_s = prices.operator_s(node, signature, strategies, metas, group.used)
+            time_s = prices.operator_s(node, signature, strategies, metas, group.used, word)
             parts.append((count, time_s))
             for meta, layout, cut in zip(metas, operands, group.from_prologue, strict=True):
                 if cut:
                     parts.append((count, prices.move_s(meta, (R, *layout[1:]), layout)))
         if group.in_prologue:
             outer = (None, *strategies[1:])
-            parts.append((1, prices.operator_s(node, signature, outer, metas, group.used)))
+            parts.append((1, prices.operator_s(node, signature, outer, metas, group.used, word)))
         total_s = once_s = 0.0
         for runs, part_s in parts:
             if part_s is None:
@@ -492,18 +507,39 @@ class _Builder:
 
     # -- flows ---------------------------------------------------------------------------------
     def _moves(self, index: int) -> dict[tuple[Layout, Layout], Move]:
+        """Reshards of a flow; flows of equal values, layouts and readers share one table."""
         shape = self.structure.flows[index]
+        sources = self._known(o.results[shape.result] for o in self.menus[shape.group])
+        readers = tuple(
+            (self._known(o.operands[r.operand] for o in self.menus[r.variable]), r.when)
+            for r in shape.readers
+        )
+        key = (shape.meta, shape.is_fixed, shape.is_bound, self._layouts[sources],
+               *((self._layouts[targets], when) for targets, when in readers))  # fmt: skip
+        if key not in self._made:
+            self._made[key] = self._moves_of(shape, sources, readers)
+        return self._made[key]
+
+    def _known(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+        """Distinct layouts, which have a number from now on."""
+        found = tuple(dict.fromkeys(layouts))
+        self._layouts.setdefault(found, len(self._layouts))
+        return found
+
+    def _moves_of(
+        self,
+        shape: FlowShape,
+        sources: Sequence[Layout],
+        readers: Sequence[tuple[Sequence[Layout], Pass]],
+    ) -> dict[tuple[Layout, Layout], Move]:
         moves: dict[tuple[Layout, Layout], Move] = {}
         tried: set[tuple[Layout, Layout]] = set()
-        sources = list(dict.fromkeys(o.results[shape.result] for o in self.menus[shape.group]))
         size = {layout: self._bytes(shape.meta, layout) for layout in sources}
-        for reader in shape.readers:
-            menu = self.menus[reader.variable]
-            targets = list(dict.fromkeys(o.operands[reader.operand] for o in menu))
+        for targets, when in readers:
             as_it_is = shape.is_fixed or (shape.is_bound and not set(sources).isdisjoint(targets))
-            wanted = [self._seen(target, reader.when) for target in targets]
+            wanted = [self._seen(target, when) for target in targets]
             for source in sources:
-                have = self._seen(source, reader.when)
+                have = self._seen(source, when)
                 for want in wanted:
                     pair = (have, want)
                     if pair in tried:
@@ -511,9 +547,7 @@ class _Builder:
                     if as_it_is and have != want:
                         continue
                     tried.add(pair)
-                    time_s = self.prices.move_s(
-                        shape.meta, have, want, in_bucket=reader.when is Pass.STEP
-                    )
+                    time_s = self.prices.move_s(shape.meta, have, want, in_bucket=when is Pass.STEP)
                     if time_s is not None:
                         for layout in pair:
                             if layout not in size:

@@ -28,6 +28,7 @@ class Option:
         transient_bytes: The most that is alive inside one pass beyond that.
         weight_s: The part of ``backward_s`` that makes gradients of weights alone.
         held_bytes: Kept between the two halves of a backward per micro-batch.
+        host_bytes: Kept in host memory from forward to backward per micro-batch.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Option:
     transient_bytes: int
     weight_s: float = 0.0
     held_bytes: int = 0
+    host_bytes: int = 0
 
     def alive_bytes(self, alive: Alive, stage: int) -> int:
         """Bytes of what is in flight; the first stage does all of a backward in its second half."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
+from math import exp, log1p
 
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of
@@ -22,6 +23,8 @@ from autopar.plan.schedule import Order
 from autopar.plan.types import MeshShape, ScheduleKind
 
 KEPT = 6  # graphs
+LEAST_SHARE = 1e-6  # of a mixture: what is on paths of less is left out
+COLD = 30.0  # heats apart: what is so much shorter has no part in a mixture
 K = ActionKind
 
 
@@ -38,8 +41,8 @@ class Term(IntEnum):
     EACH = 7  # reducing the gradients of one micro-batch after its backward
 
 
-Path = Mapping[tuple[Term, int], int]
-"""How often a path has each term of each stage."""
+Path = Mapping[tuple[Term, int], float]
+"""How often a path, or a mixture of paths, has each term of each stage."""
 
 _TERMS = {
     K.FORWARD: Term.FORWARD,
@@ -182,6 +185,50 @@ class StepPaths:
             add(end_s + weights[term])
         last = sorted(self._ends, key=lambda at: -ends[at])
         return ends[last[0]], tuple(self._path(at, ends) for at in last[:most])
+
+    def mixture(self, seconds: Sequence[Sequence[float]], heat_s: float) -> Path:
+        """Paths that are nearly as long as the longest, mixed: none of them is much preferred.
+
+        A path counts in proportion to ``exp(length / heat_s)``. No step is shorter than the mean of
+        some of its paths; where many are as long as each other, that says more than one of them.
+
+        Args:
+            seconds: By term, by stage.
+            heat_s: How much shorter a path is that counts a third.
+        """
+        weights = [row[s] for row in seconds for s in range(self.num_stages)]
+        ends: list[float] = []
+        shares: list[float] = []  # of what comes by way of ``beside``
+        for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
+            end_s, share = ends[before] if before >= 0 else 0.0, 0.0
+            if beside >= 0:
+                apart = (ends[beside] - end_s) / heat_s
+                less = exp(-min(COLD, abs(apart)))
+                end_s = max(end_s, ends[beside]) + heat_s * log1p(less)
+                share = (1.0 if apart > 0 else less) / (1.0 + less)
+            ends.append(end_s + weights[term])
+            shares.append(share)
+        last_s = max(ends[at] for at in self._ends)
+        parts = [exp(max(-COLD, (ends[at] - last_s) / heat_s)) for at in self._ends]
+        flow = [0.0] * len(ends)
+        for at, part in zip(self._ends, parts, strict=True):
+            flow[at] += part / sum(parts)
+        counts = [0.0] * len(weights)
+        for at in range(len(ends) - 1, -1, -1):
+            amount, share = flow[at], shares[at]
+            if amount < LEAST_SHARE:
+                continue
+            counts[self._terms[at]] += amount
+            before, beside = self._before[at], self._beside[at]
+            if beside >= 0:
+                flow[beside] += amount * share
+            if before >= 0:
+                flow[before] += amount * (1.0 - share)
+        return {
+            (Term(index // self.num_stages), index % self.num_stages): count
+            for index, count in enumerate(counts)
+            if count > LEAST_SHARE
+        }
 
     def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
         """Seconds until all ranks are done."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, ConfigError, InfeasibleError
+from autopar.ir.graph import Graph
 from autopar.plan.answers import WhyNot
 from autopar.plan.diff import diff_plans
 from autopar.plan.explain import plan_name
@@ -18,7 +19,26 @@ AS_FAST = 1e-6  # relative
 _HIDDEN = ("constraints of the user", "memory limit", "cluster", "devices")
 
 
-def why_not(asker: Asker, plan: Plan, wished: Constraints) -> WhyNot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherProgram:
+    """Another program of the same model, such as one of lower precision.
+
+    Attributes:
+        graph: The program.
+        words: What tells it from the plan's, as a decision in words.
+        note: What else it changes.
+        precision: Its own.
+    """
+
+    graph: Graph
+    words: str
+    note: str
+    precision: str
+
+
+def why_not(
+    asker: Asker, plan: Plan, wished: Constraints, *, program: OtherProgram | None = None
+) -> WhyNot:
     """What a constraint would do to a plan.
 
     Args:
@@ -26,22 +46,28 @@ def why_not(asker: Asker, plan: Plan, wished: Constraints) -> WhyNot:
         plan: The plan.
         wished: What is asked for; what it leaves open is as in the question. Where both fix
             something, ``wished`` counts.
+        program: In the place of the plan's own.
 
     Raises:
         ConfigError: Nothing is asked for.
     """
     given = given_constraints(wished)
-    if not given:
+    if not given and program is None:
         raise ConfigError("why_not() asks for nothing; give a decision, such as tp=8 or zero=3")
-    asked = constraint_words(given)
+    other = [program.words] if program is not None else []
+    asked = ", ".join([*([constraint_words(given)] if given else []), *other])
     own = asker.question.constraints
     overridden = [name for name in given_constraints(own) if name in given]
-    found = asker.ask(f"why not {asked}", constraints=replace(own, **given))  # type: ignore[arg-type]
+    graph = None if program is None else program.graph
+    found = asker.ask(f"why not {asked}", constraints=replace(own, **given), graph=graph)  # type: ignore[arg-type]
     notes = tuple(
         f"this sets aside the constraint {constraint_words({name: getattr(own, name)})}"
         for name in overridden
         if getattr(own, name) != given[name]
     )
+    if program is not None:
+        notes += (program.note,)
+        found = replace(found, precision=program.precision) if isinstance(found, Plan) else found
     if found is None:
         raise ConfigError(
             f"why not {asked}: no searches are left after {asker.num_solves}; raise the time limit"

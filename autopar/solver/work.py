@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTables
 from autopar.solver.bodies import Bodies
 from autopar.solver.recompute_blocks import BlockLocalizer
+
+NAME = "bodies and menus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,38 @@ class Work:
 
     bodies: Bodies
     tables: BlockTables
+    _localizer: BlockLocalizer
+    _views: dict[str, Work] = field(default_factory=dict)
 
     @staticmethod
     def of(analysis: Analysis) -> Work:
-        """Nothing yet, of a model on a cluster."""
-        localizer = BlockLocalizer(analysis)
-        return Work(Bodies(analysis, localizer.spares), BlockTables(analysis, localizer))
+        """What is known of a model on a cluster, at first nothing.
+
+        It depends neither on the limit nor on constraints, but for what is made again: searches
+        that ask about the same model go on with what earlier ones worked out.
+        """
+        wish = analysis.constraints.recompute
+        known = analysis.shared.get(NAME)
+        if not isinstance(known, Work):
+            free = analysis.under(replace(analysis.constraints, recompute=None))
+            localizer = BlockLocalizer(free)
+            known = Work(Bodies(free, localizer.spares), BlockTables(free, localizer), localizer)
+            analysis.shared[NAME] = known
+        if wish is None:
+            return known
+        view = known._views.get(str(wish))
+        if view is None:
+            tables = BlockTables(analysis, known._localizer)
+            view = Work(known.bodies.under(analysis), tables, known._localizer)
+            known._views[str(wish)] = view
+        return view
 
     def on(self, analysis: Analysis) -> Work:
         """What of it holds on another cluster with equal prices."""
-        return Work(self.bodies.on(analysis), self.tables.on(analysis))
+        bodies = self.bodies.on(analysis)
+        found = Work(bodies, self.tables.on(analysis), self._localizer)
+        for wish, view in self._views.items():
+            other = analysis.under(view.bodies.analysis.constraints)
+            tables = view.tables.on(other)
+            found._views[wish] = Work(bodies.under(other), tables, self._localizer)
+        return found

@@ -7,7 +7,8 @@ that of the search with the published plans as hints (:mod:`autopar.solver.hints
 exceed 1 where the published plan fits. ``--source`` chooses sources (several times; the default is
 SC'21 table 1, Korthikanti et al. table 5 and torchtitan), ``--only`` runs by their names. Models
 are those of transformers (GPT-2 and Llama) at the published sizes, on meta; small ones come first,
-and every row is printed when it is known.
+every row is printed when it is known, and how far things are goes to the standard error. All runs
+of one model, machine and batch share a capture, an analysis and the free search.
 
 At the end: for each source how many runs there were and the worst ratios; and for all sweeps of the
 file (same model, devices and batch, several plans measured) what choosing by prediction loses, as
@@ -52,6 +53,8 @@ from cost_models.analytic import AnalyticCostModel
 
 SOURCES = ("sc21-t1", "korthikanti-t5", "torchtitan")
 UNLIMITED_BYTES = 1 << 50
+SHOWN_EACH = 50  # predicted runs of sweeps
+PARTS = ("plans", "sweeps")
 WORDS = {
     Recompute.NONE: "none",
     Recompute.FULL: "full",
@@ -151,6 +154,7 @@ class _Solver:
 
     captured: Captured
     cluster: Cluster
+    progress: Callable[[str], None]
     model: AnalyticCostModel = field(init=False)
     analysis: Analysis = field(init=False)
 
@@ -171,6 +175,7 @@ class _Solver:
             memory_limit_bytes=limit,
             cost_model=self.model,
             analysis=self.analysis.under(wish),
+            progress=self.progress,
         )
         return plan
 
@@ -210,13 +215,19 @@ def _problem(
     begin_s = time.process_time()
     captured, cluster = _captured(rows[0]), cluster_of(rows[0].machine)
     capture_s = time.process_time() - begin_s
-    solved, limit = _Solver(captured, cluster), cluster.memory_bytes
+    began_s = time.process_time()
+
+    def progress(line: str) -> None:
+        sys.stderr.write(f"{time.process_time() - began_s:7.1f} {line}\n")
+
+    solved, limit = _Solver(captured, cluster, progress), cluster.memory_bytes
     begin_s = time.process_time()
     searched = solved(Constraints())
     told(
         f"{key}: capture {capture_s:.0f} s, search {time.process_time() - begin_s:.0f} processor "
         f"seconds, {format_time(searched.time_s)}, gap {searched.gap:.1%}"
     )
+    begin_s = time.process_time()
     forced: dict[str, Plan] = {}
     for record in rows:
         wish = wishes[record.name]
@@ -232,6 +243,7 @@ def _problem(
         if fits:  # under a limit that it meets the search for it ends no later
             chosen = with_hints(searched, Constraints(), [wish], lambda _, p=published: p)
         yield Compared(record, published, fits, searched, chosen)
+    told(f"{key}: published plans, {time.process_time() - begin_s:.0f} processor seconds")
 
 
 def _size(record: Record) -> tuple[float, int, str]:
@@ -283,7 +295,14 @@ def sweeps_of(data: Path) -> Table:
     table = Table(title="sweeps with measurements: regret of the plan predicted fastest")
     for name in ("source", "sweeps", "runs", "mean regret", "worst regret"):
         table.add_column(name)
-    outcomes, skipped = validate(data)
+    began_s = time.process_time()
+
+    def progress(done: int, total: int) -> None:
+        if done % SHOWN_EACH == 0 or done == total:
+            spent_s = time.process_time() - began_s
+            sys.stderr.write(f"{spent_s:7.1f} predicted {done} of {total} runs\n")
+
+    outcomes, skipped = validate(data, progress=progress)
     everything = []
     for one in summaries(outcomes, skipped):
         regrets = [group.regret for group in one.groups]
@@ -306,7 +325,17 @@ def main() -> None:
     parser.add_argument("--source", action="append")
     parser.add_argument("--only", action="append", help="runs whose names fit a pattern")
     parser.add_argument("--limit", type=int, help="the first N runs of each source")
+    parser.add_argument("--part", choices=PARTS, help="leave the other part out")
     options = parser.parse_args()
+    console = Console(file=sys.stdout, width=180)
+    if options.part != "sweeps":
+        _plans(options, console)
+    if options.part != "plans":
+        console.print(sweeps_of(options.data))
+
+
+def _plans(options: argparse.Namespace, console: Console) -> None:
+    """Print the published plans beside the chosen ones."""
     records: list[Record] = []
     for source in options.source or SOURCES:
         every, _ = read_records(options.data, source=source)
@@ -314,7 +343,6 @@ def main() -> None:
         patterns = options.only or ["*"]
         steps = [r for r in steps if any(fnmatchcase(r.name, p) for p in patterns)]
         records += steps[: options.limit]
-    console = Console(file=sys.stdout, width=180)
 
     def told(line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -330,7 +358,6 @@ def main() -> None:
         f"{len(rows)} published plans, the search alone is slower than {len(worse)} of them"
         + "".join(f"; {r.record.name} {r.search_ratio:.4f}" for r in worse)
     )
-    console.print(sweeps_of(options.data))
 
 
 if __name__ == "__main__":

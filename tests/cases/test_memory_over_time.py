@@ -15,9 +15,13 @@ from autopar.plan.decisions import decisions_of
 from autopar.plan.types import ScheduleKind
 from autopar.runtime.step import RankStep
 from autopar.sharding.build import localize
+from autopar.sharding.host_copies import TO_HOST
 from autopar.solver.exact import Setting, exact_figures
 from cost_models.analytic import AnalyticCostModel
 from cost_models.memory_timeline import memory_timelines
+from passes import emit
+from passes.host_copies import to_host
+from passes.local_ops import LOCAL_OPS
 from tests.cases.eager_parity import plan_for, problem_for
 from tests.equivalence.harness import problem_of, run
 from tests.zoo import build
@@ -111,9 +115,10 @@ def problem():
     return problem_for(model, batch)[1]
 
 
-def figured(problem, word, degrees):
+def figured(problem, word, degrees, **changed):
     plan = plan_for(problem.graph, recompute=word, **degrees)
-    programs = localize(problem.graph, decisions_of(plan, problem.graph), problem.signatures)
+    decisions = replace(decisions_of(plan, problem.graph), **changed)
+    programs = localize(problem.graph, decisions, problem.signatures)
     # ranks of a simulation hold what a GPU's do: no library of a CPU has copies of its own
     cluster = parse_devices(f"{plan.mesh.num_ranks}:h100-sxm")
     setting = Setting(
@@ -186,6 +191,35 @@ def test_simulated_ranks_hold_no_more_and_little_less(problem, name, word, meter
         measured = meter.peak_bytes[rank * plan.mesh.dp * plan.mesh.tp]
         most = MOST.get(name, 1.15) * measured
         assert measured <= timeline.peak_bytes <= most, (rank, timeline.peak.where)
+
+
+@pytest.mark.parametrize("name", ["one device", "1F1B", "zero bubble"])
+def test_ranks_with_values_in_host_memory_hold_as_little(problem, name, meter, monkeypatch):
+    def unmetered(x):
+        """What is in host memory is none of a device's."""
+        rank, meter.rank = meter.rank, None
+        try:
+            return to_host(x)
+        finally:
+            meter.rank = rank
+
+    monkeypatch.setattr(emit, "LOCAL_OPS", {**LOCAL_OPS, TO_HOST: unmetered})
+    offload = frozenset(n.name for n in problem.graph.nodes)
+    given = {"offload": offload, "offload_window_bytes": 1 << 12}
+    plan, programs, figures = figured(problem, "none", PLANS[name], **given)
+    zero = [stage.zero_level for stage in plan.stages]
+    with meter:
+        run(problem, programs, plan.mesh, plan.num_microbatches, plan.schedule, zero, plan.warmup)
+    usual = figured(problem, "none", PLANS[name])[2]
+    for rank, peak_bytes in enumerate(figures.rank_bytes):
+        made = [
+            replace(s.held, params_bytes=0, optimizer_bytes=0, sent_bytes=0,
+                    has_lasting_grads=False)
+            for s in figures.stages
+        ]  # fmt: skip
+        timeline = memory_timelines(figures.simulation, made)[rank]
+        assert meter.peak_bytes[rank] <= timeline.peak_bytes <= 1.3 * meter.peak_bytes[rank]
+        assert peak_bytes < usual.rank_bytes[rank]
 
 
 def test_a_stage_in_buckets_holds_no_more_and_little_less(meter):

@@ -7,7 +7,7 @@ bytes that they save, the liveness of both), not from the solver's own statement
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import pytest
@@ -25,10 +25,17 @@ from autopar.ir.graph import (
 )
 from autopar.sharding.split import Halves, assemble, split_forward_backward
 from autopar.sharding.split_backward import split_backward
-from autopar.solver.recompute import menu_of, recompute_menu
+from autopar.solver.recompute import STEP, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import recompute_problem
-from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
+from autopar.solver.recompute_problem import (
+    UNHIDDEN,
+    Figures,
+    RecomputeProblem,
+    figures,
+    held_bytes,
+)
 from cost_models.liveness import liveness, saved_bytes, saved_storages
+from cost_models.offload import CopyPrice
 from cost_models.storage import storages
 
 SEEDS = range(24)
@@ -219,3 +226,75 @@ def test_bytes_held_between_the_halves_of_backward_are_those_of_its_programs():
             found.add((seed, want))
             assert held_bytes(block.problem, [numbers[n] for n in chosen]) == want
     assert len(found) > len(SEEDS)  # what is made again matters
+
+
+# -- values in host memory ---------------------------------------------------------------------
+def with_host(block: Drawn, seed: int) -> RecomputeProblem:
+    """The block's problem with a link to the host that hides some of its copies."""
+    rng = random.Random(seed)
+    ops = block.problem.ops
+    names = [n.origin for n in block.nodes]
+    units: dict[str, int] = {}
+    unit_of = tuple(
+        units.setdefault(names[i], len(units)) if not op.is_backward and op.makes else -1
+        for i, op in enumerate(ops)
+    )
+    size = sum(block.problem.storage_bytes)
+    return replace(
+        block.problem, units=tuple(units), unit_of=unit_of,
+        copy=CopyPrice(s_per_byte=rng.choice([0.1, 0.5]) / size, start_s=1e-3),
+        beside_s=(rng.choice([0.0, 0.05]), rng.choice([0.03, 0.1])),
+    )  # fmt: skip
+
+
+def every_pair(problem: RecomputeProblem) -> list[Figures]:
+    """Figures of all sets of what is made again and what is in host memory."""
+    groups, units = range(len(problem.groups)), range(len(problem.units))
+    found: dict[object, Figures] = {}
+    for count in range(len(groups) + 1):
+        for remade in combinations(groups, count):
+            known = figures(problem, remade)
+            if known.remade != frozenset(remade):
+                continue  # another set without what changes nothing
+            for away in range(len(units) + 1):
+                for chosen in combinations(units, away):
+                    have = figures(problem, remade, chosen)
+                    found[have.remade, have.offloaded] = have
+    return list(found.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_large_menu_with_host_memory_is_the_whole_front(seed: int):
+    problem = with_host(drawn(seed), seed)
+    have = [(p.figures.saved_bytes, p.figures.total_s) for p in recompute_menu(problem, size=200)]
+    every = sorted((f.saved_bytes, f.total_s) for f in every_pair(problem))
+    for size, time_s in have[1:]:  # the first one copies nothing
+        best_s = min(t for b, t in every if b <= size)
+        assert time_s <= best_s + 1e-6 * max(t for _, t in every)
+    assert have == sorted(have, key=lambda p: -p[0])
+    least = min(size for size, _ in every)
+    assert have[-1][0] <= least + STEP * have[0][0] + 1
+    # something is in host memory, and that is faster than making all of it again
+    point = min(recompute_menu(problem, size=200), key=lambda p: p.figures.saved_bytes)
+    assert point.offload
+
+
+def test_copies_beside_a_long_block_cost_little_and_short_ones_are_waited_for():
+    problem = with_host(drawn(1), 1)
+    every = range(len(problem.units))
+    plain, hidden = figures(problem, ()), figures(replace(problem, beside_s=(9.0, 9.0)), (), every)
+    copy_s = hidden.host_bytes * problem.copy.s_per_byte + len(problem.units) * 1e-3
+    assert hidden.late_s == pytest.approx((UNHIDDEN * copy_s,) * 2, rel=0.2)
+    assert hidden.saved_bytes + hidden.host_bytes == plain.saved_bytes
+    bare = figures(replace(problem, beside_s=(0.0, 0.0)), (), every)
+    assert bare.late_s[0] == bare.late_s[1] > bare.host_bytes * problem.copy.s_per_byte
+    more = bare.transient_bytes - plain.transient_bytes
+    assert bare.host_bytes <= more <= 2 * bare.host_bytes
+
+
+def test_what_is_made_again_may_be_fixed():
+    problem = with_host(drawn(2), 2)
+    menu = recompute_menu(problem, size=200, remade=(0,))
+    wanted = figures(problem, (0,)).remade
+    assert {p.figures.remade for p in menu} == {wanted}
+    assert len(menu) > 1

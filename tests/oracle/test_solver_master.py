@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from autopar.plan.orders import order_of
 from autopar.plan.types import ScheduleKind
 from autopar.solver.path_bound import PathBound
-from autopar.solver.stages_problem import memory_bytes
-from autopar.solver.step_paths import StepPaths
+from autopar.solver.pipeline_bound import Floor
+from autopar.solver.stages_problem import BlockMenu, memory_bytes
+from autopar.solver.step_paths import Path, StepPaths
 from tests.oracle.search_cases import (
     ROUNDING,
     Verdict,
@@ -100,3 +102,55 @@ def test_a_path_names_what_it_has_of_each_term():
     assert len(paths) == problem.pp
     assert max(lengths) == pytest.approx(end_s)
     assert plan.time_s > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mixture_is_a_mean_of_paths(seed: int):
+    """No longer than the longest path, for any seconds; near it where it was made, if cold."""
+    rng = random.Random(seed)
+    for problem in shapes_of(seed, most_blocks=5):
+        graph = StepPaths(
+            order_of(problem.schedule, problem.mesh, problem.num_microbatches), problem.num_stages
+        )
+
+        def some(stages: int = problem.num_stages) -> list[list[float]]:
+            return [[rng.random() for _ in range(stages)] for _ in range(8)]
+
+        def length_s(path: Path, seconds: list[list[float]]) -> float:
+            return sum(n * seconds[term][s] for (term, s), n in path.items())
+
+        made = some()
+        for heat_s in (1e-4, 0.1, 10.0):
+            path = graph.mixture(made, heat_s)
+            for seconds in (made, some(), some()):
+                assert length_s(path, seconds) <= graph.end_s(seconds) * (1 + 1e-9)
+        cold = graph.mixture(made, 1e-4)
+        assert length_s(cold, made) == pytest.approx(graph.end_s(made), rel=1e-2)
+
+
+def test_what_is_made_again_comes_on_top_of_the_floor():
+    seen = 0
+    for seed in range(8):
+        for problem in shapes_of(seed, most_blocks=4):
+            if problem.forms:
+                continue
+            # all of the chain's work half as much again: a floor that says so is exact
+            more = replace(problem, blocks=tuple(with_more_work(b) for b in problem.blocks))
+            plans = list(every_plan(replace(more, limit_bytes=1 << 50)))
+            fastest = min(plans, key=lambda p: p.time_s)
+            limit = (fastest.peak_bytes + min(p.peak_bytes for p in plans)) // 2
+            best_s = min(p.time_s for p in plans if p.peak_bytes <= limit)
+            least_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
+            known = Floor(total_s=1.5 * least_s)
+            found_s = PathBound(replace(problem, limit_bytes=limit), floor=known).least_s()
+            roomy_s = PathBound(replace(problem, limit_bytes=1 << 50), floor=known).least_s()
+            assert roomy_s * (1 - 1e-6) <= found_s <= best_s * (1 + 1e-9)
+            seen += found_s > roomy_s * (1 + 1e-3)
+    assert seen >= 5
+
+
+def with_more_work(block: BlockMenu) -> BlockMenu:
+    """A block with half as much work again, but for what is made again."""
+    more_s = 0.5 * min(o.total_s for o in block.options)
+    options = tuple(replace(o, backward_s=o.backward_s + more_s) for o in block.options)
+    return replace(block, options=options)

@@ -205,3 +205,14 @@ def test_run_says_how_to_launch_what_this_machine_does_not_have(small, capsys, t
     assert told["launched"] is False
     assert told["command"].startswith("torchrun --nnodes 2 --nproc-per-node 1 ")
     assert "-m autopar run" in told["command"]
+
+
+def test_why_not_another_precision(small, capsys):
+    model, plan = small
+    assert main(["why-not", model, str(plan), "--precision", "bf16", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["asked"] == "precision='bf16'"
+    assert any("the numbers change: bf16 is computed in" in text for text in answer["reasons"])
+    assert any("bf16" in text for text in answer["differences"])
+    assert main(["why-not", model, str(plan), "--precision", "bf16", "--tp", "1"]) == 0
+    assert "tp=1, precision='bf16': " in capsys.readouterr().out

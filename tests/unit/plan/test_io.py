@@ -95,7 +95,7 @@ def test_an_edited_plan_is_refused_and_the_remedies_named(example_plan):
 
 def test_an_unknown_version_is_named(example_plan):
     text = edited(example_plan, lambda d: d.update(version=99))
-    with pytest.raises(PlanError, match="has version 99, this autopar reads version 5 and older"):
+    with pytest.raises(PlanError, match="has version 99, this autopar reads version 6 and older"):
         plan_from_json(text)
 
 
@@ -155,9 +155,11 @@ def test_fields_that_an_older_version_has_not_yet_get_their_defaults(example_pla
 def test_a_file_of_version_4_has_no_levels_of_candidates_and_nothing_offloaded(example_plan):
     def as_version_4(data):
         data["version"] = 4
+        del data["plan"]["offload_window_bytes"]
         del data["plan"]["offload"]
         for stage in data["plan"]["stages"]:
-            del stage["time"]["copy_s"]
+            del stage["offload"], stage["offload_bytes"]
+            del stage["time"]["copy_s"], stage["time"]["offload_s"], stage["time"]["fetch_s"]
         for candidate in data["plan"]["runners_up"]:
             del candidate["zero_levels"]
 
@@ -166,6 +168,20 @@ def test_a_file_of_version_4_has_no_levels_of_candidates_and_nothing_offloaded(e
     assert plan_from_json(text, accept_edits=True) == example_plan
     with pytest.raises(PlanError, match=r"lacks the field plan\.offload"):
         plan_from_json(text.replace('"version": 4', '"version": 5'), accept_edits=True)
+
+
+def test_a_file_of_version_5_has_no_saved_values_in_host_memory(example_plan):
+    def as_version_5(data):
+        data["version"] = 5
+        del data["plan"]["offload_window_bytes"]
+        for stage in data["plan"]["stages"]:
+            del stage["offload"], stage["offload_bytes"]
+            del stage["time"]["offload_s"], stage["time"]["fetch_s"]
+
+    text = edited(example_plan, as_version_5)
+    assert plan_from_json(text, accept_edits=True) == example_plan
+    with pytest.raises(PlanError, match=r"lacks the field plan\.offload_window_bytes"):
+        plan_from_json(text.replace('"version": 5', '"version": 6'), accept_edits=True)
 
 
 def test_a_warm_up_and_a_placement_in_a_v_are_kept(example_plan):

@@ -84,3 +84,37 @@ def test_weights_that_are_made_of_parameters_leave_the_cuts_where_they_were() ->
 
     assert network(made=True) == network(made=False)
     assert len(network(made=True)) >= 2
+
+
+def decoder_beside(memory_rows: int, layers: int = 24) -> list[tuple[str, ...]]:
+    """What crosses from block to block in a chain whose layers all read one value.
+
+    Args:
+        memory_rows: Rows of the value; the chain has 8.
+        layers: Of two matrix products each.
+    """
+    b = GraphBuilder()
+    x = b.op("h", "aten.mm.default", (b.input("x", (8, 4)), b.param("embed", (4, 4))), (8, 4))
+    first = b.op("pool", "aten.mm.default", (b.param("mix", (memory_rows, 8)), x), (memory_rows, 4))
+    memory = b.op("memory", "aten.tanh.default", (first,), (memory_rows, 4))
+    y = b.op("y", "aten.mm.default", (b.param("start", (8, memory_rows)), memory), (8, 4))
+    for i in range(layers):
+        scope = f"layers.{i}"
+        names = [b.param(f"w{i}", (8, memory_rows)), b.param(f"v{i}", (4, 4))]
+        seen = b.op(f"seen{i}", "aten.mm.default", (names[0], memory), (8, 4), scope=scope)
+        made = b.op(f"made{i}", "aten.mm.default", (seen, names[1]), (8, 4), scope=scope)
+        y = b.op(f"y{i}", "aten.add.Tensor", (y, made), (8, 4), scope=scope)
+    last = b.op("last", "aten.mm.default", (y, b.param("head", (4, 4))), (8, 4), scope="head")
+    loss = b.op("loss", "aten.sum.dim_IntList", (last, (0, 1), False), (), scope="head")
+    b.output(OutputKind.LOSS, "loss", loss)
+    chain = find_blocks(b.build())
+    return [tuple(sorted(cut)) for cut in chain.forward_cuts]
+
+
+def test_layers_that_all_read_a_large_value_are_cut_where_little_else_is_alive() -> None:
+    cuts = decoder_beside(memory_rows=64)  # what is alive is nine times what a layer hands on
+    assert ("memory", "y0") in cuts
+    assert ("memory", "y22") in cuts
+    assert len(cuts) >= 24
+    # a shorter run stays in one piece: its layers are no more than a block may have
+    assert len(decoder_beside(memory_rows=64, layers=8)) < 8

@@ -86,7 +86,7 @@ def test_it_is_used_where_nothing_fits_otherwise_and_only_there(usual: Plan):
     plan = plan_for(GPU, tight, num_microbatches=512, offload="allowed")
     assert plan.offload == "optimizer"
     assert plan.peak_bytes <= tight
-    assert any("with it on the devices nothing fits" in text for text in plan.assumptions)
+    assert any("with all of it on the devices nothing fits" in text for text in plan.assumptions)
     (given,) = (c for c in plan.constraints if c.name == "offload")
     assert given.value == "allowed"
     roomy = plan_for(GPU, offload="allowed")
@@ -103,11 +103,13 @@ def test_it_is_used_where_that_is_faster(usual: Plan):
     here = plan_for(quick_cluster, tight, **given)
     assert here.stages[0].recompute
     plan = plan_for(quick_cluster, tight, offload="allowed", **given)
-    assert (plan.offload, plan.time_s < here.time_s) == ("optimizer", True)
+    assert plan.time_s < here.time_s
+    assert plan.offload == "optimizer" or plan.offloads_activations
     assert plan.bound_s <= here.bound_s
-    assert any("with it on the devices a step takes" in text for text in plan.assumptions)
+    assert any("with all of it on the devices a step takes" in text for text in plan.assumptions)
     slow = plan_for(GPU, tight, offload="allowed", **given)
-    assert (slow.offload, slow.time_s) == ("", here.time_s)
+    assert slow.offload == ""
+    assert slow.time_s <= here.time_s
 
 
 def test_why_not_offload():

@@ -22,7 +22,8 @@ from autopar.solver.force import ProportionalCostModel
 from autopar.solver.objective import goal
 from autopar.solver.planning import Planner, first_devices
 from autopar.solver.replan import Change, change_of, replan
-from autopar.solver.search import SearchStats, solve
+from autopar.solver.search import solve
+from autopar.solver.search_stats import SearchStats
 from cost_models.base import CostModel
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
 from tests.joint_graphs import residual_network

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import pytest
 
-from autopar.plan.types import ScheduleKind
+from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.bodies import repeating_unit
 from autopar.solver.greedy_stages import first_choice
 from autopar.solver.master import Master
 from autopar.solver.path_bound import PathBound
+from autopar.solver.pipeline_bound import Floor, PipelineBound
 from autopar.solver.recut import Recut, even_starts
-from autopar.solver.schedule_choice import simulated_s
+from autopar.solver.schedule_choice import alive_of, flights, simulated_s
+from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
 from tests.oracle.search_cases import every_plan, shapes_of, solution_of
 
 
@@ -53,6 +57,71 @@ def test_moved_blocks_are_never_worse_than_where_they_began():
         found = Recut(problem).improved(choice[0])
         assert found is not None
         assert simulated_s(problem.mesh, problem, found) <= before_s * (1 + 1e-9)
+
+
+def layers(pp: int, virtual: int, count: int, num_layers: int) -> StageProblem:
+    """Layers of two unequal halves between an embedding and a head; messages take a while."""
+    seconds = {"embedding": 0.1, "first": 1.0, "second": 1.7, "head": 3.0}
+    keys = ["embedding", *["first", "second"] * num_layers, "head"]
+    blocks = tuple(
+        BlockMenu(
+            key=key,
+            options=(
+                Option(
+                    name="none", forward_s=seconds[key], backward_s=2 * seconds[key],
+                    saved_bytes=100, transient_bytes=0,
+                ),
+            ),
+            state_bytes=10,
+        )
+        for key in keys
+    )  # fmt: skip
+    mesh, kind = MeshShape(pp=pp, virtual=virtual), ScheduleKind.INTERLEAVED
+    return StageProblem(
+        blocks=blocks, boundary_s=(0.1,) * (len(blocks) - 1), pp=pp, virtual=virtual,
+        num_microbatches=count, schedule=kind, in_flight=flights(kind, mesh, count),
+        limit_bytes=1 << 40, together=alive_of(kind, mesh, count),
+    )  # fmt: skip
+
+
+def test_cuts_on_the_way_to_the_bound_are_cuts():
+    seen = 0
+    for problem in (*with_several_stages(range(24)), layers(4, 2, 8, 16)):
+        for starts in PathBound(problem).likely_cuts():
+            seen += 1
+            assert len(starts) == problem.num_stages - 1
+            assert all(a < b for a, b in pairwise((0, *starts, len(problem.blocks))))
+    assert seen >= 20
+
+
+@pytest.mark.parametrize(("pp", "virtual", "count"), [(4, 4, 8), (8, 2, 16)])
+def test_blocks_moved_from_those_cuts_make_a_shorter_step(pp: int, virtual: int, count: int):
+    problem = layers(pp, virtual, count, 24)
+    alone = Recut(problem).improved(even_starts(problem))
+    more = Recut(problem).improved(even_starts(problem), *PathBound(problem).likely_cuts())
+    assert alone is not None
+    assert more is not None
+    before_s, after_s = (simulated_s(problem.mesh, problem, found) for found in (alone, more))
+    assert after_s < before_s
+    assert PathBound(problem).least_s() <= after_s
+
+
+@pytest.mark.parametrize(("pp", "count"), [(3, 12), (3, 24), (4, 16)])
+def test_whole_blocks_are_less_even_and_no_cut_is_faster(pp: int, count: int):
+    problem = layers(pp, 2, count, 5)
+    unit_of = repeating_unit([b.key for b in problem.blocks])
+    floor = Floor(
+        total_s=sum(b.options[0].total_s for b in problem.blocks), unit_of=unit_of, unit_s=8.1
+    )
+    parts_s = PipelineBound(problem).least_s()
+    whole_s = PipelineBound(problem, floor).least_s()
+    n = len(problem.blocks)
+    cuts = combinations(range(1, n), problem.num_stages - 1)
+    best_s = min(
+        simulated_s(problem.mesh, problem, solution_of(problem, starts, (0,) * n))
+        for starts in cuts
+    )
+    assert parts_s * 1.01 < whole_s <= best_s
 
 
 def test_fixed_cuts_stay():

@@ -19,7 +19,8 @@ from autopar.sharding.build import localize, signatures_of
 from autopar.solver.candidates import device_counts
 from autopar.solver.constraints import Constraints
 from autopar.solver.force import ProportionalCostModel, forced_plan
-from autopar.solver.search import SearchStats, solve
+from autopar.solver.search import solve
+from autopar.solver.search_stats import SearchStats
 from autopar.units import parse_bytes
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import CostModel
