@@ -172,6 +172,9 @@ def _check_kinds(options: Mapping[str, object]) -> None:
         elif name == "recompute":
             fits = isinstance(value, str) or _is_table(value)
             wanted = "a word, such as 'full', or a dict, such as {'layers.*': 'full'}"
+        elif name == "offload":
+            fits = isinstance(value, str) or (_are_texts(value) and bool(value))
+            wanted = "a word, such as 'optimizer', or several: ['optimizer', 'activations']"
         else:
             fits, wanted = isinstance(value, str), "a word"
         if not fits:

@@ -402,6 +402,16 @@ class Analysis:
             self._groups[key] = slowest_group(self.cluster, mesh, axis)
         return self._groups[key]
 
+    def least_share(self, pp: int) -> float:
+        """What is left at least of the seconds of a pipeline whose ranks share cores.
+
+        Operators are priced as if all ranks were busy all the time; while some wait for others,
+        those get the cores (:meth:`~cost_models.base.HostCosts.shared_step_s`).
+        """
+        if pp == 1 or not isinstance(self.model, HostCosts):
+            return 1.0
+        return self.model.shared_step_s(1.0, [0.0], 0.0)
+
     def prices(self, sizes: tuple[int, int, int]) -> PriceList:
         """Prices with ``(mb, dp, tp)`` of these sizes."""
         if sizes not in self._prices:

@@ -262,8 +262,9 @@ class MeshSearch:
     # -- what the master asks ------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
+        share = self._ranker.analysis.least_share(shape.mesh.pp)
         try:
-            return self._ranker.bound_s(shape, effort, enough_s)
+            return share * self._ranker.bound_s(shape, effort, enough_s / share)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf

@@ -164,3 +164,22 @@ def test_a_budget_that_is_no_time_is_refused_before_anything_is_measured(tmp_pat
 def test_a_folder_as_output_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="can't be written"):
         profile_machine(tmp_path, budget_s=1.0)
+
+
+def test_the_bound_holds_for_pipelines_whose_ranks_share_cores(profile, tmp_path):
+    path = tmp_path / "p.json"
+    matmuls = [p for p in profile.points if p.kind in (K.MATMUL, K.STREAM, K.LAUNCH)]
+    shared = replace(profile, machine="another, 1 cores", num_cores=1, points=tuple(matmuls))
+    save_profile(shared, path)
+
+    def plan(**given):
+        layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+        return autopar.compile(
+            torch.nn.Sequential(*layers), 4, {"input": torch.zeros(8, 64)}, profile=path,
+            loss=lambda out, _: out.square().mean(), **given,
+        ).plan  # fmt: skip
+
+    pipeline = plan(pp=4)
+    assert pipeline.time_s < pipeline.objective_s / 2  # while others wait, a rank has the core
+    assert plan().bound_s <= pipeline.time_s
+    assert pipeline.bound_s < pipeline.time_s
