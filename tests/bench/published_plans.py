@@ -16,7 +16,8 @@ file (same model, devices and batch, several plans measured) what choosing by pr
 
 What the solver's space does not have is said, never guessed: context parallelism is skipped;
 float8 runs are priced in bf16 and asynchronous tensor parallelism as the synchronous one, on both
-sides. The published plan is priced without a limit of memory, and marked where it exceeds it.
+sides. The published plan is priced without a limit of memory; where it exceeds the machine's,
+within that, and marked if it can't be.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from autopar.capture.tracing import Captured, capture
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.plan.types import Plan, ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import Constraints
@@ -69,7 +70,7 @@ class Compared:
 
     Attributes:
         record: The run.
-        published: Its plan, forced, without a limit of memory.
+        published: Its plan, forced.
         fits: Whether that is within the limit of the machine.
         searched: The plan of the free search.
         chosen: The plan of the free search with hints.
@@ -234,7 +235,7 @@ def _problem(
         wish = wishes[record.name]
         try:
             if str(wish) not in forced:
-                forced[str(wish)] = solved(wish, UNLIMITED_BYTES)
+                forced[str(wish)] = _forced(solved, wish, limit)
         except AutoparError as error:
             told(f"{record.name}: skipped, {error}")
             continue
@@ -245,6 +246,17 @@ def _problem(
             chosen = with_hints(searched, Constraints(), [wish], lambda _, p=published: p)
         yield Compared(record, published, fits, searched, chosen)
     told(f"{key}: published plans, {time.process_time() - begin_s:.0f} processor seconds")
+
+
+def _forced(solved: _Solver, wish: Constraints, limit_bytes: int) -> Plan:
+    """The plan of a wish: without a limit, but within the machine's where that can be."""
+    free = solved(wish, UNLIMITED_BYTES)
+    if free.peak_bytes <= limit_bytes:
+        return free
+    try:
+        return solved(wish)
+    except InfeasibleError:
+        return free
 
 
 def _size(record: Record) -> tuple[float, int, str]:
