@@ -400,7 +400,9 @@ class Ranker:
         states, least = (
             sum(b.state_bytes for b in problem.blocks) for problem in (misfit.problem, relaxed)
         )
-        if states <= LEAN * least:
+        pairs = zip(misfit.problem.blocks, relaxed.blocks, strict=True)
+        most = max(b.state_bytes - r.state_bytes for b, r in pairs)  # an embedding's may count
+        if states <= LEAN * least and most <= (LEAN - 1) * limit_bytes:
             return misfit  # no splits have smaller states
         if not math.isinf(best_s) and not self._may_fit(misfit, relaxed.blocks):
             return misfit

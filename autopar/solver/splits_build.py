@@ -342,7 +342,10 @@ class _Builder:
             seconds.append(request.num_reduces * reduce_s)
             update_s = stored * request.optimizer_s_per_byte
             seconds.append(update_s)
-            memory += (total if request.zero_level < 2 else prices.local(total, storage)).bytes
+            if request.zero_level < 2:  # summed part by part, as programs make them
+                memory += sum(prices.local(m, r).bytes for m, r in zip(summed, row, strict=True))
+            else:
+                memory += prices.local(total, storage).bytes
             memory += optimizer_state_bytes(request.optimizer, prices.local(master, storage))
         total_s = sum(s for s in seconds if s is not None)
         return SplitOption(None, tuple(row), (), total_s, memory, total_s, update_s)
