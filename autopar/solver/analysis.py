@@ -252,9 +252,11 @@ class Analysis:
         wish = self.constraints
         stages, blocks = (wish.pp or 1) * (wish.virtual or 1), len(self.chain.blocks)
         if stages > blocks:
+            each = ("block", "stage") if blocks == 1 else ("blocks", "stages")
             raise ConstraintError(
                 f"constraint pp={wish.pp or 1}, virtual={wish.virtual or 1}: {stages} stages, but "
-                f"the model can be cut into {blocks} at most; use {blocks} or fewer"
+                f"the model can be cut into {blocks} {each[0]} at most; use {blocks} {each[1]}"
+                + (" or fewer" if blocks > 1 else "")
             )
 
     def _boundary_names(self) -> tuple[str, ...]:
