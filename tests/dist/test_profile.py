@@ -63,4 +63,4 @@ def test_a_damaged_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
     out.write_text(json.dumps({"format": "autopar-profile", "version": 1}))
     for end in run_ranks(2, COMMAND, args=("--out", str(out), "--resume")):
         assert end.code == 2
-        assert "version 1, expected 'autopar-profile' version 2" in end.errors
+        assert "has version 1, expected 2; delete it and profile again" in end.errors
