@@ -7,6 +7,7 @@ is in float64 with dropout and a tied embedding; gradients accumulate over two c
 import copy
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,22 +49,22 @@ def check(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert gap <= allowed, f"{what} differs by {gap:.3g}, allowed is {allowed:.3g}"
 
 
-def main() -> None:
+def given() -> tuple[str, dict[str, Any], Tied, dict[str, torch.Tensor]]:
+    """Number of processes, options, a new model and a batch."""
     world, *words = sys.argv[1:]
     options = {name: json.loads(value) for name, value in (word.split("=") for word in words)}
     torch.manual_seed(0)
     model = Tied().double()
     ids = torch.randint(0, 24, (14, 5))
-    batch = {"ids": ids, "labels": ids.roll(-1, 1)}
-    twin = autopar.compile(copy.deepcopy(model), f"{world}:cpu", batch, dp=1, tp=1, pp=1)
-    model = autopar.compile(model, f"{world}:cpu", batch, num_microbatches=7, **options)
-    for name, value in options.items():
-        found = getattr(model.plan, name, getattr(model.plan.mesh, name, value))
-        assert found in (value, tuple(value) if isinstance(value, list) else value), (name, found)
+    return world, options, model, {"ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def train_beside(model: Tied, twin: Tied, batch: dict[str, torch.Tensor], *, calls: int) -> None:
+    """Train both, gradients summed over some calls per step; losses and parameters must agree."""
     both = (model, twin)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in both]
     for step in range(STEPS):
-        for _ in range(2):
+        for _ in range(calls):
             losses = [each(**batch) for each in both]
             check(f"loss of step {step}", *(loss.detach() for loss in losses))
             for loss in losses:
@@ -75,6 +76,16 @@ def main() -> None:
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         check(key, found[key], value)
+
+
+def main() -> None:
+    world, options, model, batch = given()
+    twin = autopar.compile(copy.deepcopy(model), f"{world}:cpu", batch, dp=1, tp=1, pp=1)
+    model = autopar.compile(model, f"{world}:cpu", batch, num_microbatches=7, **options)
+    for name, value in options.items():
+        found = getattr(model.plan, name, getattr(model.plan.mesh, name, value))
+        assert found in (value, tuple(value) if isinstance(value, list) else value), (name, found)
+    train_beside(model, twin, batch, calls=2)
     sys.stdout.write("passed\n")
 
 
