@@ -313,7 +313,8 @@ class _Entry:
 
     def __init__(self, where: str, value: object, known: set[str]) -> None:
         if not isinstance(value, dict):
-            raise ConfigError(f"{where}: is a {type(value).__name__}, must be an object")
+            what = "empty" if value is None else f"a {type(value).__name__}"
+            raise ConfigError(f"{where}: is {what}, must be an object")
         unknown = sorted(set(value) - known)
         if unknown:
             raise ConfigError(

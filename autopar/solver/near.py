@@ -60,7 +60,7 @@ class NearAnswer:
         return (
             f"searched: {self.num_near} shapes near the old one, {self.num_opened} of them worked "
             f"out; none of them is faster by more than {gap:.1%}, no shape at all by more than "
-            f"{self.plan.gap:.1%}; thorough=True searches all"
+            f"{self.plan.gap:.1%}; thorough=True (--thorough) searches all"
         )
 
 

@@ -101,7 +101,7 @@ class Replan:
         if self.matched:
             lines.append(f"devices: {self.matched}")
         if not self.is_thorough:
-            default = "searched: shapes near the old one; thorough=True searches all"
+            default = "searched: shapes near the old one; thorough=True (--thorough) searches all"
             lines.append(self.searched or default)
         return "\n".join(lines)
 

@@ -203,7 +203,7 @@ def test_a_yaml_file_says_the_same_as_json(tmp_path, name):
         ("format: autopar-cluster\nformat: other", r"has entry 'format' twice"),
         ("1: 2", r"has an entry named 1, which is no text"),
         ("- 1", r"is a list, must be an object"),
-        ("", r"is a NoneType, must be an object"),
+        ("", r"is empty, must be an object"),
         ("!!python/object/apply:os.getcwd []", r"is not YAML: could not determine a constructor"),
         (YAML.replace("1e-6", "soon"), r"launch_overhead_s is 'soon', must be a number"),
     ],
