@@ -26,10 +26,10 @@ from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, p
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
+from autopar.solver.cuts import better_stages
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
-from autopar.solver.recut import Recut
 from autopar.solver.repair import repaired
 from autopar.solver.schedule_choice import (
     best_order,
@@ -41,7 +41,6 @@ from autopar.solver.shape_problems import ShapeProblems
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_build import with_parameters
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
-from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
     BlockMenu,
     StageProblem,
@@ -56,7 +55,6 @@ WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + len(WORK)
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
-LONG_CHAIN = 1_000  # blocks
 MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
 
@@ -515,9 +513,6 @@ class Ranker:
     def refine(self, ranked: Ranked, limit_bytes: int, *, anew: bool = False) -> Ranked | Misfit:
         """The same shape, level and splits with better cuts under a limit.
 
-        By CP-SAT, or by moving blocks where ranks have several stages each or the chain is long:
-        greedy cuts of hundreds of equal blocks leave little, and the program grows with them.
-
         Args:
             ranked: From :meth:`rank`.
             limit_bytes: Memory of a device; it may be tighter than the real one.
@@ -525,12 +520,8 @@ class Ranker:
         """
         problem = replace(ranked.stage_problem, limit_bytes=limit_bytes)
         self.num_stage_solves += 1
-        is_long = len(problem.blocks) > LONG_CHAIN and problem.fixed_starts is None
-        if problem.virtual > 1 or is_long:
-            others = self.problems.likely_cuts(problem) if anew else ()
-            stages = Recut(problem).improved(ranked.stages.starts, *others)
-        else:
-            stages = solve_stages(problem)
+        others = self.problems.likely_cuts(problem) if anew else ()
+        stages = better_stages(problem, ranked.stages.starts, *others)
         if stages is None:
             return Misfit(ranked.shape, ranked.zero_level, problem)
         return self.estimated(replace(ranked, stage_problem=problem, stages=stages))

@@ -9,18 +9,11 @@ from autopar.plan.schedule import Alive
 from autopar.plan.types import MeshShape
 from autopar.solver.analysis import Analysis
 from autopar.solver.candidates import Shape
-from autopar.solver.greedy_stages import first_choice
+from autopar.solver.cuts import first_stages
 from autopar.solver.path_bound import PathBound
-from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import alive_of, flights, sampled_counts
 from autopar.solver.stages import solve_stages
-from autopar.solver.stages_problem import (
-    BlockMenu,
-    StageProblem,
-    StageSolution,
-    memory_bytes,
-    surrogate_s,
-)
+from autopar.solver.stages_problem import BlockMenu, StageProblem, StageSolution
 
 CUT_WORK = 1 << 17  # of finding likely cuts
 
@@ -114,19 +107,4 @@ class ShapeProblems:
         if problem.fixed_starts is not None:
             self.num_solves += 1
             return solve_stages(problem)
-        if len(problem.blocks) < problem.num_stages:
-            return None
-        found = first_choice(problem)
-        if found is None and problem.virtual > 1:
-            return Recut(problem, max_trials=1).improved(even_starts(problem))
-        if found is None:
-            return None
-        starts, options = found
-        return StageSolution(
-            starts=starts,
-            options=options,
-            objective_s=surrogate_s(problem, starts, options),
-            bound_s=0.0,
-            memory_bytes=memory_bytes(problem, starts, options),
-            is_optimal=False,
-        )
+        return first_stages(problem)

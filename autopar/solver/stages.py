@@ -65,6 +65,7 @@ Choice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Starts of stages 1, 2, ..., and the option of every block."""
 
 MEMORY_UNIT_BYTES = 1 << 16  # CP-SAT is integer-only; bytes are rounded up to this
+MEMORY_STEPS = 1 << 20  # units of a limit, at least, so that small models are not rounded away
 TIME_STEPS = 1 << 22  # resolution of the whole chain's time; far below model error
 OPTIONS_WORK_LIMIT = 0.5  # of choosing options for given cuts
 WORK_LIMIT = 2.0  # deterministic seconds of CP-SAT, so that planning does not depend on the machine
@@ -257,13 +258,19 @@ class _Program:
     def _memory(self) -> None:
         """Row (3), in units that are rounded up."""
         problem = self.problem
-        limit = (problem.limit_bytes - problem.base_bytes) // MEMORY_UNIT_BYTES
+        room = max(0, problem.limit_bytes - problem.base_bytes)
+        unit_bytes = max(1, min(MEMORY_UNIT_BYTES, room // MEMORY_STEPS))
+        limit = room // unit_bytes
+
+        def units(amount_bytes: int) -> int:
+            return -(-amount_bytes // unit_bytes)
+
         least = sum(min(o.saved_bytes for o in b.options) for b in problem.blocks)
         least += max(sum(b.state_bytes for b in menu) for menu in problem.menus)
         most = sum(max(max(o.saved_bytes, o.held_bytes) for o in b.options) for b in problem.blocks)
         most = most * max(problem.in_flight) + least
         most += max((o.transient_bytes for b in problem.blocks for o in b.options), default=0)
-        if most // MEMORY_UNIT_BYTES + len(problem.blocks) < limit:
+        if most // unit_bytes + len(problem.blocks) < limit:
             return  # the row can't bind
         for device in range(problem.pp):
             terms: list[Expr] = []
@@ -271,16 +278,16 @@ class _Program:
             transient = self.model.new_int_var(0, max(0, limit), f"transient{device}")
             for s in problem.stages_of(device):
                 chosen[s] = []
-                terms.append(self._of_states(s, lambda b: _units(b.state_bytes)))
+                terms.append(self._of_states(s, lambda b: units(b.state_bytes)))
                 for (kind, o), count in self._n[s].items():
                     option = self._option(kind, o)
                     chosen[s].append((option, count))
                     used = self.model.new_bool_var(f"used{s}_{kind}_{o}")
                     self.model.add(count <= len(self._kinds[kind]) * used)
-                    self.model.add(transient >= _units(option.transient_bytes) * used)
+                    self.model.add(transient >= units(option.transient_bytes) * used)
             for moment in problem.moments(device):
                 held = [
-                    _units(option.alive_bytes(alive, s)) * count
+                    units(option.alive_bytes(alive, s)) * count
                     for s, alive in moment.items()
                     for option, count in chosen[s]
                 ]
@@ -422,10 +429,6 @@ class _Program:
                 for i, o in zip(here, picks, strict=True):
                     options[i] = o
         return starts, tuple(options)
-
-
-def _units(amount_bytes: int) -> int:
-    return -(-amount_bytes // MEMORY_UNIT_BYTES)
 
 
 def _common_multiple(count: int) -> int:

@@ -82,7 +82,7 @@ class FormChoice:
         rows = [self.problem.given_forms] if self.problem.given_forms else [
             (form,) * stages for form in range(len(self.problem.forms))
         ]  # fmt: skip
-        runs = [*self._solved(), *(self._run(starts, row) for row in rows)]
+        runs = [*self._solved(), *(self._run(starts, row) for row in rows), *self._moved(starts)]
         found = [run for run in runs if run is not None]
         if not found:
             return None
@@ -96,6 +96,17 @@ class FormChoice:
             problem = resolved(self.problem, found.starts, found.forms)
             time_s = simulated_s(problem.mesh, problem, found)
             yield Chosen(problem, found, found.forms, time_s)
+
+    def _moved(self, starts: Starts) -> Iterator[Chosen | None]:
+        """Good cuts if all stages had one form, for ranks that have several stages."""
+        problem = self.problem
+        if problem.virtual == 1 or problem.fixed_starts is not None or problem.given_forms:
+            return
+        for form, menus in enumerate(problem.forms):
+            alike = replace(problem, blocks=menus, forms=())
+            found = Recut(alike, self.max_trials).improved(starts)
+            if found is not None:
+                yield self._run(found.starts, (form,) * problem.num_stages)
 
     def _descended(self, best: Chosen, *, recuts: bool) -> Chosen:
         """The best choice by moves; without ``recuts`` blocks stay until a form has changed."""

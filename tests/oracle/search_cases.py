@@ -22,10 +22,9 @@ from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of
 from autopar.plan.schedule import action_lists, alive_together, all_in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
-from autopar.solver.greedy_stages import first_choice
+from autopar.solver.cuts import better_stages, first_stages
 from autopar.solver.master import Master
 from autopar.solver.order_bound import OrderBound
-from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import simulated_s
 from autopar.solver.stages import solve_stages
 from autopar.solver.stages_problem import (
@@ -34,8 +33,6 @@ from autopar.solver.stages_problem import (
     StageProblem,
     StageSolution,
     bounds,
-    memory_bytes,
-    surrogate_s,
 )
 from autopar.solver.state_choice import Chosen, FormChoice
 from autopar.solver.state_forms import resolved, with_forms
@@ -73,17 +70,6 @@ class Found:
         return max(self.solution.memory_bytes) <= self.problem.limit_bytes
 
 
-def solution_of(problem: StageProblem, starts: Sequence[int], options: Sequence[int]):
-    return StageSolution(
-        starts=tuple(starts),
-        options=tuple(options),
-        objective_s=surrogate_s(problem, starts, options),
-        bound_s=0.0,
-        memory_bytes=memory_bytes(problem, starts, options),
-        is_optimal=False,
-    )
-
-
 class ChainSpace:
     """Shapes of a chain on eight devices: cut problems whose menus depend on the mesh."""
 
@@ -99,12 +85,8 @@ class ChainSpace:
     def open(self, shape: StageProblem, best_s: float) -> Found | None:
         if shape.forms:
             return self._chosen(shape, FormChoice(shape).any())
-        choice = first_choice(shape) if len(shape.blocks) >= shape.num_stages else None
-        if choice is not None:
-            return self._found(shape, solution_of(shape, *choice))
-        if shape.virtual > 1:
-            solved = Recut(shape).improved(even_starts(shape))
-        else:
+        solved = first_stages(shape)
+        if solved is None and shape.virtual == 1:
             solved = solve_stages(shape)
         return None if solved is None else self._found(shape, solved)
 
@@ -130,10 +112,7 @@ class ChainSpace:
                 (candidate, self._chosen(problem, found) or candidate),
                 key=lambda row: row.estimate_s,
             )
-        if problem.virtual > 1:
-            solved = Recut(problem).improved(candidate.solution.starts)
-        else:
-            solved = solve_stages(problem)
+        solved = better_stages(problem, candidate.solution.starts)
         rows = [candidate] if solved is None else [candidate, self._found(problem, solved)]
         return min(rows, key=lambda row: row.estimate_s)
 
