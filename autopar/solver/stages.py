@@ -259,7 +259,8 @@ class _Program:
         """Row (3), in units that are rounded up."""
         problem = self.problem
         room = max(0, problem.limit_bytes - problem.base_bytes)
-        unit_bytes = max(1, min(MEMORY_UNIT_BYTES, room // MEMORY_STEPS))
+        # a power of two: amounts that are whole KiB or MiB stay exact
+        unit_bytes = 1 << max(0, min(MEMORY_UNIT_BYTES, room // MEMORY_STEPS).bit_length() - 1)
         limit = room // unit_bytes
 
         def units(amount_bytes: int) -> int:

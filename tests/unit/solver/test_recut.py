@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -15,8 +16,28 @@ from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor, PipelineBound
 from autopar.solver.recut import Recut, even_starts
 from autopar.solver.schedule_choice import alive_of, flights, simulated_s
-from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
-from tests.oracle.search_cases import every_plan, shapes_of, solution_of
+from autopar.solver.stages_problem import (
+    BlockMenu,
+    Option,
+    StageProblem,
+    StageSolution,
+    memory_bytes,
+    surrogate_s,
+)
+from tests.oracle.search_cases import every_plan, shapes_of
+
+
+def solution_of(
+    problem: StageProblem, starts: Sequence[int], options: Sequence[int]
+) -> StageSolution:
+    return StageSolution(
+        starts=tuple(starts),
+        options=tuple(options),
+        objective_s=surrogate_s(problem, starts, options),
+        bound_s=0.0,
+        memory_bytes=memory_bytes(problem, starts, options),
+        is_optimal=False,
+    )
 
 
 def with_several_stages(seeds: range, most_blocks: int = 6):
