@@ -24,7 +24,10 @@ from autopar.sharding.placement import Layout
 from autopar.sharding.stages import VIEW_OPS, ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.chain_sums import Chain
+from autopar.solver.lanes import Lanes
+from autopar.solver.menus import Menus
 from autopar.solver.option_names import option_names
+from autopar.solver.parameter_costs import Owners, ParameterCost, owners_of, parameter_costs
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
@@ -34,6 +37,8 @@ from autopar.solver.splits_problem import Pass, SplitOption, SplitsProblem
 from autopar.solver.splits_structure import GroupKind, SplitsStructure
 from autopar.solver.stages_problem import BlockMenu, Option
 from cost_models.flops import OpClass, work_of
+
+Sizes = tuple[int, int, int]
 
 FINE_MENU_SIZE = 24  # for a plan that is kept: between two points of a menu lies much memory
 Choices = dict[object, tuple[tuple[frozenset[int], frozenset[int]], ...]]
@@ -62,7 +67,7 @@ class BlockTable:
     boundary_bytes: tuple[tuple[int, int], ...]
     recompute: tuple[Mapping[str, tuple[str, ...]], ...]
     offload: tuple[Mapping[str, tuple[str, ...]], ...]
-    sizes: tuple[int, int, int]
+    sizes: Sizes
     problem: SplitsProblem
     is_exact: bool
     options: tuple[int, ...]
@@ -75,17 +80,25 @@ class BlockTables:
     Args:
         analysis: Model and cluster.
         localizer: Of the same model, made before.
+        lanes: Threads that menus are found on.
     """
 
-    def __init__(self, analysis: Analysis, localizer: BlockLocalizer | None = None) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        localizer: BlockLocalizer | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
         self._analysis = analysis
+        self._menus = Menus(lanes or Lanes())
         self._localizer = localizer or BlockLocalizer(analysis)
         sent = {n.partition("#")[0] for cut in analysis.chain.backward_cuts for n in cut}
         # operators that the gradients between blocks come from: the first half of a split backward
         self._sent_from = ancestors(analysis.graph, sent)
-        self._bases: dict[tuple[tuple[int, int, int], tuple[int, ...], int], _Base] = {}
+        self._bases: dict[tuple[Sizes, tuple[int, ...], int], _Base] = {}
         self._owners: dict[int, Owners] = {}
         self._choices: Choices = {}
+        self._expected: dict[tuple[Sizes, tuple[int, ...], int], _Table] = {}
 
     def on(self, analysis: Analysis) -> BlockTables:
         """Those of another cluster: tables whose mesh is priced as here are kept."""
@@ -94,11 +107,12 @@ class BlockTables:
         other._bases = {
             key: base for key, base in self._bases.items() if analysis.has_prices_of(before, key[0])
         }
+        other._expected = {}
         return other
 
     def table(
         self,
-        sizes: tuple[int, int, int],
+        sizes: Sizes,
         problem: SplitsProblem,
         options: tuple[int, ...],
         parameters: SplitsProblem | None = None,
@@ -120,12 +134,9 @@ class BlockTables:
         """
         structure = self._analysis.request(sizes, 0).structure
         key = (sizes, options, menu_size)
-        if key not in self._bases or (exact and not self._bases[key].is_exact):
-            prices = self._analysis.prices(sizes)  # the level changes parameters only
-            made = _Table(
-                self._analysis, structure, prices, problem, options, self._localizer, sizes,
-                self._choices, exact, sent_from=self._sent_from, menu_size=menu_size,
-            )  # fmt: skip
+        if self._is_missing(key, exact=exact):
+            begun = self._expected.pop(key, None) if exact else None
+            made = begun or self._begun(sizes, problem, options, menu_size, exact=exact)
             self._bases[key] = made.build()
         base = self._bases[key]
         costs = parameter_costs(parameters or problem, options, self.owners(structure))
@@ -140,6 +151,59 @@ class BlockTables:
             options=options,
             parameters=parameters,
         )
+
+    def _is_missing(self, key: tuple[Sizes, tuple[int, ...], int], *, exact: bool) -> bool:
+        return key not in self._bases or (exact and not self._bases[key].is_exact)
+
+    def _begun(
+        self,
+        sizes: Sizes,
+        problem: SplitsProblem,
+        options: tuple[int, ...],
+        menu_size: int,
+        *,
+        exact: bool,
+    ) -> _Table:
+        structure = self._analysis.request(sizes, 0).structure
+        prices = self._analysis.prices(sizes)  # the level changes parameters only
+        made = _Table(
+            self._analysis, structure, prices, problem, options, self._localizer, sizes,
+            self._choices, exact, self._menus, sent_from=self._sent_from, menu_size=menu_size,
+        )  # fmt: skip
+        made.prepare()
+        return made
+
+    def expect(
+        self,
+        sizes: Sizes,
+        problem: SplitsProblem,
+        options: tuple[int, ...],
+        *,
+        menu_size: int = MENU_SIZE,
+    ) -> None:
+        """Start the exact menus of a table that is going to be asked for.
+
+        Args:
+            sizes: As of :meth:`table`.
+            problem: Likewise.
+            options: Likewise.
+            menu_size: Likewise.
+        """
+        key = (sizes, options, menu_size)
+        is_new = key not in self._expected and self._is_missing(key, exact=True)
+        if is_new and self._menus.lanes.is_open:
+            made = self._expected[key] = self._begun(sizes, problem, options, menu_size, exact=True)
+            self._menus.expect(made.unknown().values(), menu_size)
+
+    def expect_finer(self, table: BlockTable) -> None:
+        """Start the menus of a table that :meth:`finer` is going to be asked for."""
+        self.expect(table.sizes, table.problem, table.options, menu_size=FINE_MENU_SIZE)
+
+    def drop_finer(self, table: BlockTable) -> None:
+        """Leave out what was started for :meth:`finer` and not begun."""
+        made = self._expected.get((table.sizes, table.options, FINE_MENU_SIZE))
+        if made is not None:
+            self._menus.drop(made.unknown().values(), FINE_MENU_SIZE)
 
     def finer(self, table: BlockTable) -> BlockTable:
         """The same with more options for each block."""
@@ -158,7 +222,7 @@ class BlockTables:
                     block = block_of[node.name]
                     for ref in self._analysis.refs[node.name]:
                         home[ref] = min(home.get(ref, block), block)
-            self._owners[key] = _owners(structure, home, len(self._analysis.chain.blocks))
+            self._owners[key] = owners_of(structure, home, len(self._analysis.chain.blocks))
         return self._owners[key]
 
 
@@ -231,111 +295,6 @@ class _Seconds:
 
 
 @dataclass(slots=True)
-class ParameterCost:
-    """What the parameters of one block cost per step and hold.
-
-    Attributes:
-        gather_s: Seconds of bringing them into the layout of their use.
-        reduce_s: Seconds of reducing their gradients.
-        update_s: Seconds of the optimizer.
-        other_s: Seconds of joining the gradients of tied ones.
-        state_bytes: Parameters, gradients and optimizer state.
-    """
-
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    update_s: float = 0.0
-    other_s: float = 0.0
-    state_bytes: int = 0
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step."""
-        return self.gather_s + self.reduce_s + self.update_s + self.other_s
-
-
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """Which parameters count with which block: the first one that reads them.
-
-    Attributes:
-        row_of: Per block the number of its row; blocks with the same parameters share one.
-        rows: Groups of inputs, joins and wholes, once for each member.
-        is_join: By group.
-    """
-
-    row_of: tuple[int, ...]
-    rows: tuple[tuple[int, ...], ...]
-    is_join: tuple[bool, ...]
-
-
-def parameter_costs(
-    problem: SplitsProblem, options: Sequence[int] | None, owners: Owners
-) -> list[ParameterCost]:
-    """State, gathering, gradient reduction, by block; equal blocks share one object.
-
-    Args:
-        problem: The problem.
-        options: The choice; the least that each part can be under any choice if None.
-        owners: Of the problem's structure.
-    """
-    reduce_s = _reduce_seconds(problem, options)
-    known: list[ParameterCost] = []
-    for row in owners.rows:
-        cost = ParameterCost()
-        known.append(cost)
-        for at in row:
-            variable, is_join = problem.variables[at], owners.is_join[at]
-            if variable.is_once or is_join:
-                menu = variable.options if options is None else [variable.options[options[at]]]
-                update_s = min(o.update_s for o in menu)
-                rest_s = min(o.time_s - o.update_s for o in menu)
-                cost.state_bytes += min(o.memory_bytes for o in menu)
-                cost.update_s += update_s
-                cost.reduce_s += reduce_s.get(at, 0.0)
-                if is_join:
-                    cost.other_s += rest_s
-                else:
-                    cost.gather_s += rest_s
-    return [known[at] for at in owners.row_of]
-
-
-def _owners(structure: SplitsStructure, home: Mapping[str, int], num_blocks: int) -> Owners:
-    """From the first block that reads each input."""
-    wholes = {w: min(home.get(n, 0) for n in parts) for w, parts in structure.wholes.items()}
-    owned: list[list[int]] = [[] for _ in range(num_blocks)]
-    for at, group in enumerate(structure.groups):
-        if group.kind in (GroupKind.INPUT, GroupKind.JOIN, GroupKind.WHOLE):
-            for name in group.members:
-                place = wholes[name] if name in wholes else home.get(name.removeprefix("join "), 0)
-                owned[place].append(at)
-    known: dict[tuple[int, ...], int] = {}
-    row_of = tuple([known.setdefault(tuple(row), len(known)) for row in owned])
-    is_join = tuple(group.kind is GroupKind.JOIN for group in structure.groups)
-    return Owners(row_of, tuple(known), is_join)
-
-
-def _reduce_seconds(problem: SplitsProblem, options: Sequence[int] | None) -> dict[int, float]:
-    """Variable -> seconds per step of reducing the gradients of one member."""
-    found: dict[int, float] = {}
-    for flow in problem.flows:
-        for reader in flow.readers:
-            if reader.when is not Pass.STEP:
-                continue
-            if options is None:
-                time_s = min((move.time_s for move in flow.moves.values()), default=0.0)
-            else:
-                source = problem.variables[flow.variable].options[options[flow.variable]]
-                target = problem.variables[reader.variable].options[options[reader.variable]]
-                have, want = source.results[flow.result], target.operands[reader.operand]
-                pair = (problem.seen(have, Pass.STEP), problem.seen(want, Pass.STEP))
-                time_s = flow.moves[pair].time_s
-            time_s *= problem.weight(Pass.STEP)
-            found[reader.variable] = found.get(reader.variable, 0.0) + time_s
-    return found
-
-
-@dataclass(slots=True)
 class _Table:
     analysis: Analysis
     structure: SplitsStructure
@@ -343,9 +302,10 @@ class _Table:
     problem: SplitsProblem
     options: Sequence[int]
     localizer: BlockLocalizer
-    sizes: tuple[int, int, int]
+    sizes: Sizes
     choices: Choices
     exact: bool
+    menus: Menus
     chosen: dict[str, SplitOption] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     node_s: dict[str, float] = field(default_factory=dict)
@@ -354,25 +314,56 @@ class _Table:
     remade_bytes: dict[int, int] = field(default_factory=dict)
     menu_size: int = MENU_SIZE
     took_over: bool = False
+    seconds: list[_Seconds] = field(default_factory=list)
+    kinds: list[object] = field(default_factory=list)  # by block
+    problems: dict[int, RecomputeProblem] = field(default_factory=dict)  # of each kind's first
+    found: dict[int, tuple[MenuPoint, ...]] = field(default_factory=dict)  # exact menus, likewise
 
-    def build(self) -> _Base:
+    def prepare(self) -> None:
+        """Seconds and problems of all kinds of blocks."""
         for variable, at in zip(self.problem.variables, self.options, strict=True):
             self.chosen.update(dict.fromkeys(variable.members, variable.options[at]))
         chain = self.analysis.chain
         self.keys = self.analysis.value_keys
-        seconds = [_Seconds() for _ in chain.blocks]
-        self._operators(seconds)
+        self.seconds = [_Seconds() for _ in chain.blocks]
+        self._operators(self.seconds)
+        known: set[object] = set()
+        for block in chain.blocks:
+            cost, word = self.seconds[block.index], self._word(block.index)
+            seconds = (cost.forward_s, cost.backward_s, cost.weight_s)
+            own = self.localizer.key(block.index)
+            key = (block.key, own, *(f"{s:.9e}" for s in seconds), word)
+            self.kinds.append(key)
+            if key not in known:
+                known.add(key)
+                self.problems[block.index] = self._problem(block.index, cost)
+
+    def unknown(self) -> dict[int, RecomputeProblem]:
+        """By block the problems whose menus are not taken over from other blocks."""
+        found: dict[int, RecomputeProblem] = {}
+        known = set(self.choices)
+        for block, problem in self.problems.items():
+            key = _structure(problem)
+            if self._word(block) is None and (self.exact or key not in known):
+                found[block] = problem
+                if self.menu_size == MENU_SIZE:
+                    known.add(key)
+        return found
+
+    def _word(self, block: int) -> str | None:
+        return self.analysis.constraints.recompute_of(self.analysis.chain.blocks[block].scope)
+
+    def build(self) -> _Base:
+        """The table of what was prepared."""
+        chain, unknown = self.analysis.chain, self.unknown()
+        menus_ = self.menus.of(unknown.values(), self.menu_size)
+        self.found = dict(zip(unknown, menus_, strict=True))
         menus: list[tuple[object, tuple[Option, ...]]] = []
         chosen: list[tuple[Mapping[str, tuple[str, ...]], ...]] = []
         known: dict[object, tuple[int, tuple[Option, ...], tuple[_Names, _Names]]] = {}
-        for block in chain.blocks:
-            cost = seconds[block.index]
-            word = self.analysis.constraints.recompute_of(block.scope)
-            seconds_ = (cost.forward_s, cost.backward_s, cost.weight_s)
-            own = self.localizer.key(block.index)
-            key = (block.key, own, *(f"{s:.9e}" for s in seconds_), word)
+        for block, key in zip(chain.blocks, self.kinds, strict=True):
             if key not in known:
-                known[key] = (block.index, *self._menu(block.index, cost, word))
+                known[key] = (block.index, *self._menu(block.index))
             first, options, tables = known[key]
             self.remade_bytes[block.index] = self.remade_bytes[first]
             menus.append((key, options))
@@ -473,10 +464,8 @@ class _Table:
         return sum(self._local_bytes(name) for name in names)
 
     # -- options -------------------------------------------------------------------------------
-    def _menu(
-        self, block: int, cost: _Seconds, word: str | None
-    ) -> tuple[tuple[Option, ...], tuple[_Names, _Names]]:
-        """A block's options, and what each of them makes again and keeps in host memory."""
+    def _problem(self, block: int, cost: _Seconds) -> RecomputeProblem:
+        """What a block may keep and make again."""
         choices: dict[str, Mapping[str, Choice]] = dict(
             self.analysis.data(self.sizes[0], self.sizes[1]).choices
         )
@@ -492,9 +481,14 @@ class _Table:
             spare_bytes=self._read_bytes(spare.operators, block - 1) if spare else 0,
             offloads=copy is not None,
         )
-        problem = replace(
+        return replace(
             problem, copy=copy or problem.copy, beside_s=(cost.forward_s, cost.backward_s)
         )
+
+    def _menu(self, block: int) -> tuple[tuple[Option, ...], tuple[_Names, _Names]]:
+        """A block's options, and what each of them makes again and keeps in host memory."""
+        cost, word, problem = self.seconds[block], self._word(block), self.problems[block]
+        spare = self.localizer.spares[block]
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
         options, remade, away = [], {}, {}
@@ -559,7 +553,7 @@ class _Table:
                 self.took_over = True
                 remade, away = zip(*self.choices[key], strict=True)
                 return menu_of(problem, remade, offloads=away)
-            points = recompute_menu(problem, size=self.menu_size)
+            points = self.found[block]
             if self.menu_size == MENU_SIZE:
                 self.choices[key] = tuple((p.figures.remade, p.figures.offloaded) for p in points)
             return points

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.errors import ShardingError
 from autopar.sharding.lowerings import LOCAL_LOWERINGS
@@ -21,6 +22,7 @@ from autopar.sharding.signature import AxisStrategy
 from autopar.sharding.stages import ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import light_operators
+from autopar.solver.lanes import Ahead, Lanes
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.recompute_blocks import Spare
 from autopar.solver.saved_values import SavedValues
@@ -58,6 +60,7 @@ class Body:
         floor: What its mixed-integer program adds to that, once it is solved.
         splits: Its solution, once it is solved.
         whole: The same without a rule of what is made again, where there is one.
+        program: What stands for its splits until they are asked for, once it is begun.
     """
 
     sizes: Sizes
@@ -68,6 +71,22 @@ class Body:
     floor: Floor = field(default_factory=Floor)
     splits: SplitsSolution | None = None
     whole: Body | None = None
+    program: _Begun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A body's mixed-integer program on its way.
+
+    Attributes:
+        unit: As of :meth:`Bodies._unit_of`.
+        rest_s: The most that can be paid for what hardly counts, as of :func:`_weighed`.
+        found: Its solution.
+    """
+
+    unit: tuple[int, ...]
+    rest_s: float
+    found: Ahead[SplitsSolution]
 
 
 @dataclass(slots=True)
@@ -77,12 +96,14 @@ class Bodies:
     Attributes:
         analysis: Model and cluster.
         spares: By block a boundary's value that may be made again.
+        lanes: Threads that programs are solved on.
         num_solves: Mixed-integer programs solved.
         num_columns: Columns of the largest.
     """
 
     analysis: Analysis
     spares: tuple[Spare | None, ...]
+    lanes: Lanes = field(default_factory=Lanes)
     num_solves: int = 0
     num_columns: int = 0
     _whole: Bodies | None = None
@@ -104,7 +125,7 @@ class Bodies:
 
     def under(self, analysis: Analysis) -> Bodies:
         """Those of the same model and cluster where some blocks may make nothing again."""
-        return Bodies(analysis, self.spares, _whole=self)
+        return Bodies(analysis, self.spares, self.lanes, _whole=self)
 
     def body(self, sizes: Sizes) -> Body:
         """The body of a mesh.
@@ -143,6 +164,13 @@ class Bodies:
             self._solve(body)
         assert body.splits is not None
         return body.splits
+
+    def expect(self, body: Body) -> None:
+        """Start the program of a body whose best splits are going to be asked for."""
+        if self._whole is not None and body.whole is not None:
+            self._whole.expect(body.whole)
+        elif body.splits is None and body.program is None and self.lanes.is_open:
+            body.program = self._begun(body)
 
     def saved(self, structure: SplitsStructure) -> SavedValues:
         """What backward needs of forward, block by block."""
@@ -242,13 +270,18 @@ class Bodies:
         return () if not found or light_operators(self.analysis, found[:1]) else found
 
     # -- the mixed-integer program -------------------------------------------------------------
-    def _solve(self, body: Body) -> None:
-        unit, count = self._unit_of(body), body.problem.num_microbatches
+    def _begun(self, body: Body) -> _Begun:
+        unit = self._unit_of(body)
         repeats = sum(place == 0 for place in unit)
         inside = [self._is_inside(body, at, unit) for at in range(len(body.problem.variables))]
         problem, rest_s = _weighed(body.problem, inside, repeats)
-        found = solve_splits(problem)
-        self.num_solves += any(len(v.options) > 1 for v in problem.variables)
+        return _Begun(unit, rest_s, self.lanes.ahead(partial(solve_splits, problem)))
+
+    def _solve(self, body: Body) -> None:
+        begun, body.program = body.program or self._begun(body), None
+        found, unit, rest_s = begun.found.result(), begun.unit, begun.rest_s
+        count, repeats = body.problem.num_microbatches, sum(place == 0 for place in unit)
+        self.num_solves += any(len(v.options) > 1 for v in body.problem.variables)
         self.num_columns = max(self.num_columns, found.num_columns)
         body.splits = found
         bound_s = max(0.0, found.bound_s - REST_WEIGHT * rest_s) / count

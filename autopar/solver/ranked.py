@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.solver.block_costs import BlockTable, ParameterCost
+from autopar.sharding.decisions import Choice, Decisions
+from autopar.solver.analysis import Analysis
+from autopar.solver.block_costs import BlockTable
 from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
 from autopar.solver.greedy_stages import needed_bytes
+from autopar.solver.parameter_costs import ParameterCost
 from autopar.solver.schedule_choice import ChosenOrder
+from autopar.solver.splits import tp_choices
 from autopar.solver.splits_problem import SplitsProblem, SplitsSolution
 from autopar.solver.stages_problem import (
     BlockMenu,
     StageProblem,
     StageSolution,
+    bounds,
     least_memory_bytes,
 )
 
@@ -166,4 +171,35 @@ def in_order(ranked: Ranked, found: ChosenOrder) -> Ranked:
         stage_problem=found.problem,
         stages=replace(ranked.stages, memory_bytes=found.memory_bytes),
         estimate_s=found.time_s,
+    )
+
+
+def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
+    """What localize needs to know about a ranked shape."""
+    shape, chain = ranked.shape, analysis.chain
+    choices: dict[str, Mapping[str, Choice]] = dict(
+        analysis.data(shape.num_microbatches, shape.mesh.dp).choices
+    )
+    choices["tp"] = tp_choices(ranked.problem, ranked.splits.options)
+    recompute = {
+        name
+        for block, word in zip(ranked.table.recompute, ranked.recompute_words, strict=True)
+        for name in block[word]
+    }
+    offload = {
+        name
+        for block, word in zip(ranked.table.offload, ranked.recompute_words, strict=True)
+        for name in block[word]
+    }
+    chosen = zip(ranked.stage_problem.blocks, ranked.stages.options, strict=True)
+    starts = [low for low, _ in bounds(ranked.stages.starts, len(chain.blocks))][1:]
+    return Decisions(
+        axis_sizes=shape.sizes,
+        choices=choices,
+        firsts=tuple(chain.first(i) for i in starts),
+        recompute=frozenset(recompute),
+        offload=frozenset(offload),
+        offload_window_bytes=max(block.options[at].host_bytes for block, at in chosen),
+        zero_levels=ranked.zero_levels,
+        gather_outputs=analysis.gathered,
     )

@@ -22,12 +22,15 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import InfeasibleError
 from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
-from autopar.solver.block_costs import BlockTable, BlockTables, ParameterCost, parameter_costs
+from autopar.solver.block_costs import BlockTable, BlockTables
 from autopar.solver.bodies import Bodies, Body, of_step
 from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
 from autopar.solver.cuts import better_stages
+from autopar.solver.lanes import Lanes
 from autopar.solver.order_bound import OrderBound
+from autopar.solver.own_splits import OwnSplits, are_alike
+from autopar.solver.parameter_costs import ParameterCost, parameter_costs
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.ranked import Misfit, Ranked, in_order, part_of, with_costs
 from autopar.solver.repair import repaired
@@ -66,23 +69,22 @@ class Ranker:
     Attributes:
         analysis: Model and cluster.
         limit_bytes: Memory of a device.
-        num_split_solves: Mixed-integer programs solved for single shapes so far.
         num_stage_solves: Cut problems solved so far.
-        num_columns: Columns of the largest mixed-integer program.
         bodies: Work of micro-batches.
         tables: Menus of blocks.
+        lanes: Threads beside the search.
+        own: Splits of single meshes.
         problems: Cut problems.
     """
 
     analysis: Analysis
     limit_bytes: int
-    num_split_solves: int = 0
     num_stage_solves: int = 0
-    num_columns: int = 0
     bodies: Bodies = field(init=False)
     tables: BlockTables = field(init=False)
+    lanes: Lanes = field(init=False)
+    own: OwnSplits = field(init=False)
     problems: ShapeProblems = field(init=False)
-    _splits: dict[tuple[Sizes, int], SplitsSolution] = field(default_factory=dict)
     _bounded: dict[tuple[Sizes, int, int], SplitsSolution | None] = field(default_factory=dict)
     _parameters: dict[object, SplitsProblem] = field(default_factory=dict)
     _known: dict[int, dict[float, BlockTable]] = field(default_factory=dict)
@@ -95,7 +97,8 @@ class Ranker:
 
     def __post_init__(self) -> None:
         work = Work.of(self.analysis)
-        self.bodies, self.tables = work.bodies, work.tables
+        self.bodies, self.tables, self.lanes = work.bodies, work.tables, work.lanes
+        self.own = OwnSplits(self.analysis, self.bodies)
         self.problems = ShapeProblems(self.analysis)
 
     # -- bounds --------------------------------------------------------------------------------
@@ -122,7 +125,10 @@ class Ranker:
             self.bodies.solved(body)
         if effort >= EARLY_EFFORTS:
             return self._waiting_s(shape, body, WORK[effort - EARLY_EFFORTS], enough_s)
-        return self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+        found_s = self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
+        if effort == 2 and found_s < enough_s:
+            self.bodies.expect(body)  # the least bounds are the next to be sharpened
+        return found_s
 
     def _least_s(
         self, shape: Shape, body: Body, share: float = 1.0, floor: Floor = NO_FLOOR
@@ -416,7 +422,7 @@ class Ranker:
             problem = of_step(self.parameters(shape.sizes, level, body), share)
             problem = replace(problem, limit_bytes=room)
             try:
-                self.num_split_solves += 1
+                self.own.num_solves += 1
                 self._bounded[key] = solve_splits(problem)
             except InfeasibleError:
                 pass
@@ -490,21 +496,9 @@ class Ranker:
         self, shape: Shape, level: int, limit_bytes: int, *, exact: bool = False
     ) -> Ranked | Misfit | None:
         """A shape with the best splits for just its mesh and level."""
-        problem = self.analysis.problem(shape.sizes, level)
-        key, body = (shape.sizes, level), self.bodies.body(shape.sizes)
-        menus = zip(
-            problem.variables, self.parameters(shape.sizes, level, body).variables, strict=True
-        )
-        is_alike = all(
-            [o.choice for o in a.options] == [o.choice for o in b.options] for a, b in menus
-        )
-        if key not in self._splits:
-            start = self.bodies.solved(body).options
-            self.num_split_solves += 1
-            found = solve_splits(problem, start=start if is_alike else None)
-            self.num_columns = max(self.num_columns, found.num_columns)
-            self._splits[key] = found
-        chosen = self._splits[key]
+        body, problem = self.bodies.body(shape.sizes), self.analysis.problem(shape.sizes, level)
+        is_alike = are_alike(problem, self.parameters(shape.sizes, level, body))
+        chosen = self.own.solved((shape.sizes, level), body, is_alike=is_alike)
         # what the body's meshes share is not made for each of them
         sizes, work = (body.sizes, body.problem) if is_alike else (shape.sizes, problem)
         table = self.tables.table(sizes, work, chosen.options, problem, exact=exact)

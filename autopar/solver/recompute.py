@@ -88,7 +88,11 @@ class MenuPoint:
 
 
 def recompute_menu(
-    problem: RecomputeProblem, *, size: int = MENU_SIZE, remade: Collection[int] | None = None
+    problem: RecomputeProblem,
+    *,
+    size: int = MENU_SIZE,
+    remade: Collection[int] | None = None,
+    corners: Sequence[MenuPoint] | None = None,
 ) -> tuple[MenuPoint, ...]:
     """Choices from the fastest to the leanest.
 
@@ -97,23 +101,38 @@ def recompute_menu(
         size: Most points.
         remade: Groups that are made again, where that is fixed and only what is kept in host
             memory is free.
+        corners: :func:`menu_corners` of the same, where they are known.
 
     Returns:
         At least one point; bytes fall and seconds rise from each to the next.
+    """
+    points = list(menu_corners(problem, remade=remade) if corners is None else corners)
+    _thin(points, size)
+    if 1 < len(points) < size:
+        _search(problem, remade).halve(points, size)
+    return tuple(points)
+
+
+def menu_corners(
+    problem: RecomputeProblem, *, remade: Collection[int] | None = None
+) -> tuple[MenuPoint, ...]:
+    """What menus of any size begin with: both ends, and the corners of the hull between them.
+
+    Args:
+        problem: The block.
+        remade: As of :func:`recompute_menu`.
     """
     nothing = figures(problem, remade or ())
     everything = figures(problem, range(len(problem.groups)))
     is_given = not problem.units and (remade is not None or not everything.remade)
     if not nothing.saved_bytes or is_given:
         return (MenuPoint.of(problem, nothing),)
-    search = _Search(problem, None if remade is None else frozenset(remade))
+    search = _search(problem, remade)
     fast, lean = search.ends()
     points = [fast]
     if lean.figures.saved_bytes < fast.figures.saved_bytes:
         points.append(lean)
         search.corners(points)
-        _thin(points, size)
-        search.halve(points, size)
     return tuple(points)
 
 
@@ -144,6 +163,10 @@ def menu_of(
             points.append(MenuPoint.of(problem, one, one.total_s))
     _thin(points, size)
     return tuple(points)
+
+
+def _search(problem: RecomputeProblem, remade: Collection[int] | None) -> _Search:
+    return _Search(problem, None if remade is None else frozenset(remade))
 
 
 @dataclass(slots=True)

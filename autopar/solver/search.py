@@ -9,7 +9,7 @@ one, then dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -20,27 +20,26 @@ from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shor
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
 from autopar.sharding.build import KeptBodies, localize
-from autopar.sharding.decisions import Choice, Decisions
+from autopar.sharding.decisions import Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis, optimizer_s_per_byte
 from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
+from autopar.solver.foresight import Foresight
 from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.host_room import host_shortage
 from autopar.solver.loosen import loosened, with_fewer_copies
-from autopar.solver.master import Master
+from autopar.solver.master import NUM_IMPROVED, Master
 from autopar.solver.offload import best_place, places
-from autopar.solver.ranked import Misfit, Ranked
+from autopar.solver.ranked import Misfit, Ranked, decisions_for
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
 from autopar.solver.search_stats import SearchStats
-from autopar.solver.splits import tp_choices
 from autopar.solver.stage_levels import leveled, rank_given, recut
-from autopar.solver.stages_problem import bounds
 from autopar.units import format_bytes, format_time, round_up_bytes
 from cost_models.base import CostModel
 
@@ -159,7 +158,9 @@ class MeshSearch:
     errors: list[str] = field(default_factory=list)
     _analysis: Analysis = field(init=False)
     _ranker: Ranker = field(init=False)
+    _foresight: Foresight = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _num_foreseen: int = 0
     _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
     _mark_s: float = field(default_factory=monotonic)
@@ -176,6 +177,7 @@ class MeshSearch:
         )
         self._analysis = analysis
         self._ranker = Ranker(analysis, self.limit_bytes)
+        self._foresight = Foresight(self._ranker)
         self._leanest = {}
         return analysis
 
@@ -187,6 +189,10 @@ class MeshSearch:
     def run(self) -> tuple[Plan, SearchStats]:
         """The best plan and how the search went."""
         analysis = self.prepare()
+        with self._ranker.lanes.open():
+            return self._run(analysis)
+
+    def _run(self, analysis: Analysis) -> tuple[Plan, SearchStats]:
         ranker = self._ranker
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
@@ -206,8 +212,8 @@ class MeshSearch:
         )
         self._phase("ranking")
         self.stats.stopped_by = master.stopped_by
-        self.stats.num_split_solves = ranker.num_split_solves + ranker.bodies.num_solves
-        self.stats.num_columns = max(ranker.num_columns, ranker.bodies.num_columns)
+        self.stats.num_split_solves = ranker.own.num_solves + ranker.bodies.num_solves
+        self.stats.num_columns = max(ranker.own.num_columns, ranker.bodies.num_columns)
         if winner is None:
             raise self._infeasible(master.verdicts)
         verdicts = list(master.verdicts)
@@ -262,12 +268,21 @@ class MeshSearch:
     # -- what the master asks ------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
+        if effort >= EARLY_EFFORTS:  # what was opened is improved after this
+            self._look_ahead()
         share = self._ranker.analysis.least_share(shape.mesh.pp)
         try:
             return share * self._ranker.bound_s(shape, effort, enough_s / share)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
+
+    def _look_ahead(self) -> None:
+        """Start what improving the best will ask for; no more than is known of them by now."""
+        if self._num_foreseen != len(self.ranked) and not self._analysis.stage_levels:
+            self._num_foreseen = len(self.ranked)
+            self._foresight.improving(sorted(self.ranked, key=_preference)[:NUM_IMPROVED])
+        self._foresight.go_on()
 
     def outlook_s(self, shape: Shape, best_s: float) -> float:
         """Seconds of the plan that is likely to be found for a shape."""
@@ -317,6 +332,8 @@ class MeshSearch:
         """Splits for just this shape, better cuts, a ZeRO level for each stage."""
         if self._analysis.stage_levels:
             return candidate
+        self._foresight.improving([candidate])
+        self._foresight.go_on()
         candidate = self._ranker.sharpened(candidate)
         best = min((candidate, self._ranker.polish(candidate)), key=_preference)
         found = self._ranker.refine(best, self.limit_bytes, anew=True)
@@ -373,10 +390,13 @@ class MeshSearch:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         self._phase("ranking")
         # levels of stages were chosen by estimates: what they improved is judged beside them
+        self._foresight.judging(candidate)
         rows = [candidate] if candidate.alone is None else [candidate, candidate.alone]
         outcomes = [self._exact(self._analysis, self._ranker, row) for row in rows]
         self._phase("exact")
-        return min(outcomes, key=lambda o: (not o.fits, o.step_s))
+        found = min(outcomes, key=lambda o: (not o.fits, o.step_s))
+        self._foresight.judged(found)
+        return found
 
     def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -565,34 +585,3 @@ def _rank_key(time_s: float, ranked: Ranked) -> tuple[float, int, int, int, str]
     mesh = ranked.shape.mesh
     rounded = float(f"{time_s:.6e}")  # sums in another order differ in the last digits
     return rounded, mesh.num_ranks, mesh.num_stages, mesh.tp, str(ranked.shape)
-
-
-def decisions_for(analysis: Analysis, ranked: Ranked) -> Decisions:
-    """What localize needs to know about a ranked shape."""
-    shape, chain = ranked.shape, analysis.chain
-    choices: dict[str, Mapping[str, Choice]] = dict(
-        analysis.data(shape.num_microbatches, shape.mesh.dp).choices
-    )
-    choices["tp"] = tp_choices(ranked.problem, ranked.splits.options)
-    recompute = {
-        name
-        for block, word in zip(ranked.table.recompute, ranked.recompute_words, strict=True)
-        for name in block[word]
-    }
-    offload = {
-        name
-        for block, word in zip(ranked.table.offload, ranked.recompute_words, strict=True)
-        for name in block[word]
-    }
-    chosen = zip(ranked.stage_problem.blocks, ranked.stages.options, strict=True)
-    starts = [low for low, _ in bounds(ranked.stages.starts, len(chain.blocks))][1:]
-    return Decisions(
-        axis_sizes=shape.sizes,
-        choices=choices,
-        firsts=tuple(chain.first(i) for i in starts),
-        recompute=frozenset(recompute),
-        offload=frozenset(offload),
-        offload_window_bytes=max(block.options[at].host_bytes for block, at in chosen),
-        zero_levels=ranked.zero_levels,
-        gather_outputs=analysis.gathered,
-    )

@@ -1,6 +1,6 @@
 """A ZeRO level for every stage: beside the best plans of one level, or as the user gave them.
 
-What a level costs the blocks of a shape is of :mod:`autopar.solver.block_costs`, the choice of
+What a level costs the blocks of a shape is of :mod:`autopar.solver.parameter_costs`, the choice of
 :mod:`autopar.solver.state_choice`.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import ConstraintError
-from autopar.solver.block_costs import parameter_costs
 from autopar.solver.candidates import Shape
+from autopar.solver.parameter_costs import parameter_costs
 from autopar.solver.ranked import Misfit, Ranked, with_costs
 from autopar.solver.ranking import Ranker
 from autopar.solver.splits_problem import choice_terms_s

@@ -16,9 +16,8 @@ from autopar.solver.chain_sums import exchange_steps
 from autopar.solver.constraints import Constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.force import ProportionalCostModel
-from autopar.solver.ranked import Ranked
+from autopar.solver.ranked import Ranked, decisions_for
 from autopar.solver.ranking import Ranker
-from autopar.solver.search import decisions_for
 from tests.equivalence.harness import Problem, actions_for, problem_of
 from tests.zoo import build
 
