@@ -22,7 +22,7 @@ from autopar.sharding.signature import AxisStrategy
 from autopar.sharding.stages import ancestors
 from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import light_operators
-from autopar.solver.lanes import Ahead, Lanes
+from autopar.solver.lanes import NOW, Ahead, Lanes
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.recompute_blocks import Spare
 from autopar.solver.saved_values import SavedValues
@@ -112,6 +112,7 @@ class Bodies:
     _saved: dict[int, SavedValues] = field(default_factory=dict)
     _unit: tuple[int, ...] | None = None
     _waited: frozenset[str] | None = None  # operators that the first boundary's gradient needs
+    _hopes: list[tuple[float, Ahead[SplitsSolution]]] = field(default_factory=list)
 
     def on(self, analysis: Analysis) -> Bodies:
         """Those of another cluster: bodies whose mesh is priced as here are kept."""
@@ -121,7 +122,7 @@ class Bodies:
             for key, body in self._bodies.items()
             if analysis.has_prices_of(before, body.sizes)
         }
-        return replace(self, analysis=analysis, num_solves=0, _bodies=kept, _keys={})
+        return replace(self, analysis=analysis, num_solves=0, _bodies=kept, _keys={}, _hopes=[])
 
     def under(self, analysis: Analysis) -> Bodies:
         """Those of the same model and cluster where some blocks may make nothing again."""
@@ -165,12 +166,26 @@ class Bodies:
         assert body.splits is not None
         return body.splits
 
-    def expect(self, body: Body) -> None:
-        """Start the program of a body whose best splits are going to be asked for."""
+    def expect(self, body: Body, bound_s: float) -> None:
+        """Start the program of a body whose best splits are likely to be asked for.
+
+        Args:
+            body: The body.
+            bound_s: Of the shape that asks for it: shapes with the least bounds do first.
+        """
         if self._whole is not None and body.whole is not None:
-            self._whole.expect(body.whole)
+            self._whole.expect(body.whole, bound_s)
         elif body.splits is None and body.program is None and self.lanes.is_open:
-            body.program = self._begun(body)
+            body.program = self._begun(body, bound_s)
+            self._hopes.append((bound_s, body.program.found))
+
+    def give_up(self, enough_s: float) -> None:
+        """What only shapes with bounds from ``enough_s`` on would ask for is not to be begun."""
+        if self._whole is not None:
+            self._whole.give_up(enough_s)
+        for hope in [hope for hope in self._hopes if hope[0] >= enough_s]:
+            hope[1].drop()
+            self._hopes.remove(hope)
 
     def saved(self, structure: SplitsStructure) -> SavedValues:
         """What backward needs of forward, block by block."""
@@ -270,12 +285,12 @@ class Bodies:
         return () if not found or light_operators(self.analysis, found[:1]) else found
 
     # -- the mixed-integer program -------------------------------------------------------------
-    def _begun(self, body: Body) -> _Begun:
+    def _begun(self, body: Body, order: float = NOW) -> _Begun:
         unit = self._unit_of(body)
         repeats = sum(place == 0 for place in unit)
         inside = [self._is_inside(body, at, unit) for at in range(len(body.problem.variables))]
         problem, rest_s = _weighed(body.problem, inside, repeats)
-        return _Begun(unit, rest_s, self.lanes.ahead(partial(solve_splits, problem)))
+        return _Begun(unit, rest_s, self.lanes.ahead(partial(solve_splits, problem), order))
 
     def _solve(self, body: Body) -> None:
         begun, body.program = body.program or self._begun(body), None

@@ -9,7 +9,7 @@ nothing. Then an answer is the same whether it was found ahead, beside others or
 do not depend on the number of cores. What nobody asks for is not counted anywhere.
 
     with lanes.open():                      # threads exist inside only; may be nested
-        later = lanes.ahead(partial(solve_splits, problem))
+        later = lanes.ahead(partial(solve_splits, problem), bound_s)      # least bound first
         ...                                 # the search goes on
         found = later.result()              # waits if it runs, solves in place if it was not begun
         menus = lanes.together([partial(recompute_menu, p) for p in problems])
@@ -20,13 +20,20 @@ On one core, and outside of :meth:`Lanes.open`, everything is done in place when
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
 from typing import Generic, TypeVar
 
 MOST_THREADS = 3  # beside the search: what each of them does in Python holds up the others
+
+NOW = -inf  # order of what is asked for already
+SURE = 0.0  # of what will be asked for; what may be comes later, as its bound in seconds says
 
 T = TypeVar("T")
 
@@ -73,6 +80,16 @@ class Ahead(Generic[T]):
             self._future.cancel()
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Waiting:
+    """What no thread has begun: the least order comes first, then what was started first."""
+
+    order: float
+    index: int
+    run: Callable[[], None] = field(compare=False)
+    cancel: Callable[[], bool] = field(compare=False)
+
+
 @dataclass(slots=True, eq=False)
 class Lanes:
     """Threads beside a search, as many as there are cores left.
@@ -83,6 +100,9 @@ class Lanes:
 
     num_threads: int = field(default_factory=lambda: min(MOST_THREADS, usable_cores() - 1))
     _pool: ThreadPoolExecutor | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _num_started: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -104,14 +124,32 @@ class Lanes:
         finally:
             pool, self._pool = self._pool, None
             pool.shutdown(cancel_futures=True)
+            for row in self._waiting:
+                row.cancel()
+            self._waiting.clear()
 
-    def ahead(self, work: Callable[[], T]) -> Ahead[T]:
-        """Start something that is asked for later; what was started first is begun first.
+    def ahead(self, work: Callable[[], T], order: float = SURE) -> Ahead[T]:
+        """Start something that is asked for later.
 
         Args:
             work: A pure function, most of whose seconds are a native solver's.
+            order: The least is begun first, and among equals what was started first.
         """
-        return Ahead(work, None if self._pool is None else self._pool.submit(work))
+        if self._pool is None:
+            return Ahead(work)
+        future: Future[T] = Future()
+        self._num_started += 1
+        with self._lock:
+            run = partial(_run, work, future)
+            heappush(self._waiting, _Waiting(order, self._num_started, run, future.cancel))
+        self._pool.submit(self._take)  # one for each that waits, whichever it will be
+        return Ahead(work, future)
+
+    def _take(self) -> None:
+        """On a thread: what comes first of all that waits."""
+        with self._lock:
+            first = heappop(self._waiting)
+        first.run()
 
     def together(self, works: Sequence[Callable[[], T]]) -> list[T]:
         """Do several things at once, the first ones first; the caller takes its share of them.
@@ -119,7 +157,16 @@ class Lanes:
         Args:
             works: As of :meth:`ahead`; the longest had better come first.
         """
-        return collected([self.ahead(work) for work in works])
+        return collected([self.ahead(work, NOW) for work in works])
+
+
+def _run(work: Callable[[], T], future: Future[T]) -> None:
+    """Do it, unless who asked for it has done so."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whatever it is, it reaches the one that asks
+            future.set_exception(error)
 
 
 def collected(started: Sequence[Ahead[T]]) -> list[T]:

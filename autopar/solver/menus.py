@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from autopar.solver.lanes import Ahead, Lanes, collected
+from autopar.solver.lanes import NOW, SURE, Ahead, Lanes, collected
 from autopar.solver.recompute import MenuPoint, menu_corners, recompute_menu
 from autopar.solver.recompute_problem import RecomputeProblem
 from cost_models.offload import FREE_COPIES
@@ -34,18 +34,18 @@ class Menus:
         default_factory=dict
     )
 
-    def expect(self, problems: Iterable[RecomputeProblem], size: int) -> None:
+    def expect(self, problems: Iterable[RecomputeProblem], size: int, order: float = SURE) -> None:
         """Start menus that will be asked for, the largest blocks first."""
         for block in sorted(map(_essence, problems), key=lambda p: -len(p.ops)):
             key = (block, size)
             if key not in self._known and key not in self._begun:
                 work = partial(_found, block, size, self._corners.get(block))
-                self._begun[key] = self.lanes.ahead(work)
+                self._begun[key] = self.lanes.ahead(work, order)
 
     def of(self, problems: Iterable[RecomputeProblem], size: int) -> list[Points]:
         """Menus of some blocks, found side by side where they are not known."""
         blocks = list(map(_essence, problems))
-        self.expect(blocks, size)
+        self.expect(blocks, size, NOW)
         keys = [(block, size) for block in blocks]
         waiting = [key for key in dict.fromkeys(keys) if key not in self._known]
         for key, found in zip(waiting, collected([self._begun[k] for k in waiting]), strict=True):

@@ -127,7 +127,8 @@ class Ranker:
             return self._waiting_s(shape, body, WORK[effort - EARLY_EFFORTS], enough_s)
         found_s = self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
         if effort == 2 and found_s < enough_s:
-            self.bodies.expect(body)  # the least bounds are the next to be sharpened
+            self.bodies.expect(body, found_s)  # the least bounds are the next to be sharpened
+        self.bodies.give_up(enough_s)
         return found_s
 
     def _least_s(

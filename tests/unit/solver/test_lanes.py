@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from autopar.solver.analysis import Analysis
 from autopar.solver.block_costs import BlockTables
 from autopar.solver.bodies import Bodies
 from autopar.solver.constraints import Constraints
-from autopar.solver.lanes import Lanes, usable_cores
+from autopar.solver.lanes import NOW, SURE, Lanes, usable_cores
 from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.search import solve
 from autopar.solver.search_stats import SearchStats
@@ -62,8 +63,9 @@ def test_results_come_in_the_order_that_they_were_asked_for(num_threads: int) ->
 def test_on_one_core_and_outside_of_a_search_all_is_done_in_place_when_asked_for() -> None:
     closed = Lanes(1).ahead(where)
     assert not closed.is_begun
-    with Lanes(0).open() as _:
-        assert Lanes(0).ahead(where).result() is threading.current_thread()
+    alone = Lanes(0)
+    with alone.open():
+        assert alone.ahead(where).result() is threading.current_thread()
     assert closed.result() is threading.current_thread()
     assert closed.is_done
 
@@ -94,6 +96,21 @@ def test_what_was_not_begun_when_a_search_ends_is_done_if_it_is_asked_for_later(
         left.drop()
     assert threading.active_count() == before
     assert left.result() is dropped.result() is threading.current_thread()
+
+
+def test_what_is_asked_for_now_is_begun_before_what_may_be() -> None:
+    lanes, gate, begun = Lanes(1), Gate(), list[str]()
+    with lanes.open():
+        lanes.ahead(gate.work)
+        assert gate.is_at_it.wait(10)
+        names = {"maybe": 2.0, "likely": 1.0, "sure": SURE, "sure too": SURE, "now": NOW}
+        later = [lanes.ahead(partial(begun.append, name), at) for name, at in names.items()]
+        left = lanes.ahead(partial(begun.append, "left"), 1.5)
+        left.drop()
+        gate.may_go.set()
+        while not all(one.is_done for one in later):
+            time.sleep(0.001)
+    assert begun == ["now", "sure", "sure too", "likely", "maybe"]
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
