@@ -23,6 +23,7 @@ from autopar.plan.migration import Migration, migration
 from autopar.plan.pipelines import PipelinePlan
 from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
+from autopar.solver.garbage import no_collections
 from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
 from autopar.solver.mixed_build import Built
 from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, evaluated, shares
@@ -210,6 +211,7 @@ def _words(before: Cluster, after: Cluster, num_kept: int) -> str:
     return text
 
 
+@no_collections()
 def replan(
     planner: Planner,
     plan: Plan,
