@@ -10,10 +10,10 @@ the same, but for parameters of equal shape and dtype that no other stage reads.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Arg, Input, InputKind, Node, OutputKind, Ref
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.decisions import Choice, Decisions
 from autopar.sharding.localize import StageBody
 from autopar.sharding.programs import AXES
 from autopar.sharding.stages import StageDemand, StageMap
@@ -94,10 +94,9 @@ def likeness(
     found = [reader.read(stage, demand) for stage, demand in enumerate(demands)]
     params: dict[str, int] = {}
     for _, outer in found:
-        for name in outer:
-            if inputs[name].kind is InputKind.PARAM:
-                param = inputs[name].param
-                params[param] = params.get(param, 0) + 1
+        # a stage may read a parameter in parts
+        for param in {inputs[n].param for n in outer if inputs[n].kind is InputKind.PARAM}:
+            params[param] = params.get(param, 0) + 1
     first: dict[object, int] = {}
     of: list[int] = []
     names: list[Mapping[str, str]] = []
@@ -126,6 +125,16 @@ class _Reader:
     decisions: Decisions
     stage_map: StageMap
     words: Words
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _choices: dict[Choice | None, int] = field(default_factory=dict)
+
+    def _number(self, choice: Choice | None) -> int:
+        """Equal for equal choices; found by object first, which is quicker than by value."""
+        found = self._numbers.get(id(choice))
+        if found is None:
+            found = self._choices.setdefault(choice, len(self._choices))
+            self._numbers[id(choice)] = found
+        return found
 
     def read(self, stage: int, demand: StageDemand) -> tuple[object, tuple[str, ...]]:
         """A stage's signature, and the inputs that it reads by first use."""
@@ -155,7 +164,7 @@ class _Reader:
                     self.words[name],
                     side,
                     tuple(wiring),
-                    tuple([id(table.get(name)) for table in tables]),
+                    tuple([self._number(table.get(name)) for table in tables]),
                     (name in decisions.recompute, name in decisions.offload),
                     name in stage_map.backward,
                     tuple([r > stage for r in readers]),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from autopar.api.compiling import capture_call
 from autopar.cluster import parse_devices
 from autopar.ir.graph import Graph
 from autopar.plan.decisions import decisions_of
@@ -79,3 +82,17 @@ def test_other_choices_of_what_is_kept_tell_stages_apart():
     _, plain = both_ways(graph, Constraints(pp=4, dp=2, virtual=1, recompute="none"))
     _, mixed = both_ways(graph, Constraints(pp=4, dp=2, virtual=1, recompute=kept))
     assert plain <= mixed
+
+
+def test_parameters_that_are_read_in_parts_do_not_tell_stages_apart():
+    config = GPT2Config(n_embd=64, n_layer=12, n_head=4, n_positions=32, vocab_size=128)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    ids = torch.zeros((16, 32), dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    graph = capture_call(model, batch, None, None, mode="train", precision=None)[1].graph
+    count, different = both_ways(
+        graph, Constraints(pp=4, tp=2, virtual=3, num_microbatches=4, recompute="none")
+    )
+    assert count == 12
+    assert different <= 6  # the first, the last, few kinds between; each has weights in parts
