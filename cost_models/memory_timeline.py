@@ -434,7 +434,18 @@ class _Device:
         state = {"params": 0, "grads": 0, "saved": 0, "waiting": 0}
         now = most = self.lasting.total_bytes
         found = MemoryPoint(0.0, self.lasting)
+        passes: dict[tuple[int, ActionKind], tuple[int, int, int] | None] = {}
         for at, action in enumerate(actions):
+            key = (action.stage, action.kind)
+            if key not in passes:
+                passes[key] = self._pass(*key)
+            plain = passes[key]
+            if plain is not None:  # most actions: what they change is known, and below the most
+                begin, inside, end = plain
+                if now + begin + inside <= most and now + begin + end <= most:
+                    now += begin + end
+                    state["saved"] += begin + end
+                    continue
             for is_end in (False, True):
                 for part, size in self._end(action) if is_end else self._begin(action):
                     state[part] += size
@@ -452,6 +463,25 @@ class _Device:
                         second += program.shares()[moment]
                         found = MemoryPoint(second, parts, action, program, moment)
         return found
+
+    def _pass(self, stage: int, kind: ActionKind) -> tuple[int, int, int] | None:
+        """Saved bytes at the start of an action, its most beyond, saved bytes at its end.
+
+        None where what it changes depends on what was done before.
+        """
+        held = self.stages[stage]
+        saved, between = held.saved_bytes, held.weight_saved_bytes
+        program = held.programs.get(kind)
+        inside = program.peak_bytes if program is not None else 0
+        if kind is K.FORWARD:
+            return saved, inside, 0
+        if kind is K.BACKWARD_INPUT:
+            return 0, inside, between - saved
+        if held.unreduced_bytes or not held.has_lasting_grads:
+            return None
+        if kind is K.BACKWARD:
+            return 0, inside, -saved
+        return (0, inside, -between) if kind is K.BACKWARD_WEIGHT else None
 
     def _parts(self, state: Mapping[str, int]) -> MemoryParts:
         return MemoryParts(

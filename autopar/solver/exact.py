@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, OutputKind, TensorMeta
 from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of, receives_ahead
-from autopar.plan.schedule import ActionLists, action_lists, all_in_flight
+from autopar.plan.orders import receives_ahead
+from autopar.plan.schedule import ActionLists
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.host_copies import HOST_COPIES
 from autopar.sharding.placement import local_shape
 from autopar.sharding.programs import LocalPrograms, ParamSpec, StagePrograms
 from autopar.sharding.split_backward import BackwardHalves, split_backward
 from autopar.solver.exact_memory import local_bytes, stage_memory
+from autopar.solver.exact_step import ExactStep
+from autopar.solver.order_times import in_flight_of
 from cost_models.base import CostModel, HostCosts, slowest_group
 from cost_models.evaluate import ProgramCost, evaluate_program
 from cost_models.flops import tensors
@@ -34,7 +36,7 @@ from cost_models.memory_timeline import (
     order_peak_bytes,
 )
 from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte, resident_bytes
-from cost_models.simulate import Simulation, StageSeconds, simulate
+from cost_models.simulate import Simulation, StageSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class ExactFigures:
         step_s: Seconds of a step, optimizer included.
         rank_bytes: Peak per pipeline rank.
         stages: By stage.
-        simulation: The step up to the last reduction, without the optimizer's.
+        step: The step up to the last reduction, without the optimizer's.
         host_s: Part of the step that lies outside of its programs, on a host that was measured:
             calls, ranks that share cores, waiting for slower ones.
     """
@@ -78,8 +80,13 @@ class ExactFigures:
     step_s: float
     rank_bytes: tuple[int, ...]
     stages: tuple[StageFigures, ...]
-    simulation: Simulation
+    step: ExactStep
     host_s: float = 0.0
+
+    @property
+    def simulation(self) -> Simulation:
+        """The step up to the last reduction, without the optimizer's; made when it is asked for."""
+        return self.step.simulation()
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +98,9 @@ class ExactFigures:
         """When the worst device has most alive, in words."""
         worst = max(range(len(self.rank_bytes)), key=lambda rank: (self.rank_bytes[rank], -rank))
         held = [stage.held for stage in self.stages]
+        if self.step.is_plain:  # nothing overlaps: the order tells it too
+            own = {s: held[s] for s in self.step.mesh.stages_of(worst)}
+            return order_peak(worst, self.step.rank_lists()[worst], own).where
         return memory_timelines(self.simulation, held, ranks=[worst])[0].peak.where
 
 
@@ -131,9 +141,8 @@ class Setting:
 def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     """Seconds and bytes of a localized plan."""
     mesh, count = setting.mesh, setting.num_microbatches
-    order = order_of(setting.schedule, mesh, count, setting.warmup)
     groups = setting.groups()
-    flights = all_in_flight(order)
+    flights = in_flight_of(setting.schedule, mesh, count, setting.warmup)
     links = _message_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
@@ -170,22 +179,27 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         for other in param.stages
         if other != param.owner
     ]
-    lists = action_lists(
-        order,
-        mesh,
-        forward_edges=programs.forward_edges,
-        backward_edges=programs.backward_edges,
-        tied=ties,
-        zero_levels=setting.zero_levels,
-        prefetch=receives_ahead(setting.warmup),
+    step = ExactStep(
+        kind=setting.schedule,
+        mesh=mesh,
+        num_microbatches=count,
+        warmup=setting.warmup,
+        zero_levels=tuple(setting.zero_levels),
+        forward_edges=frozenset(programs.forward_edges),
+        backward_edges=frozenset(programs.backward_edges),
+        ties=tuple(ties),
+        stages=seconds,
+        links=links,
     )
+    is_apart = mesh.virtual == 1 and not setting.schedule.splits_backward
+    lists = () if is_apart else step.rank_lists()
     if setting.schedule.splits_backward:
         stages = [_with_own_peak(s, index, lists, mesh) for index, s in enumerate(stages)]
-    run = simulate(lists, seconds, p2p_s=links)
+    run_s = step.makespan_s()
     update_s = max(
         sum(stages[s].time.optimizer_s for s in mesh.stages_of(rank)) for rank in range(mesh.pp)
     )
-    makespan_s, call_s = run.makespan_s, 0.0
+    makespan_s, call_s = run_s, 0.0
     if isinstance(setting.model, HostCosts):
         busy = [_compute_s(stages, mesh, rank, count) for rank in range(mesh.pp)]
         comm_s = max(_comm_s(stages, mesh, rank, count) for rank in range(mesh.pp))
@@ -197,10 +211,10 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         call_s = setting.model.call_time_s(max(owned))
     return ExactFigures(
         step_s=makespan_s + finish_s + call_s + update_s,
-        host_s=max(0.0, makespan_s - run.makespan_s) + call_s,
+        host_s=max(0.0, makespan_s - run_s) + call_s,
         rank_bytes=_rank_bytes(stages, setting, lists),
         stages=tuple(stages),
-        simulation=run,
+        step=step,
     )
 
 
@@ -268,7 +282,7 @@ def _rank_bytes(
     holds is followed through its list: its stages are not at their peaks at the same time.
     """
     mesh = setting.mesh
-    if mesh.virtual == 1 and not setting.schedule.splits_backward:
+    if not lists:
         return tuple(stage.memory.total_bytes for stage in stages)
     return tuple(
         order_peak_bytes(lists[rank], {s: stages[s].held for s in mesh.stages_of(rank)})

@@ -78,6 +78,41 @@ def step_s(
     return run(_numbered(kind, _alone(mesh), count, warmup), stages, links, each_s)
 
 
+def ends_of(  # noqa: PLR0913  an order, and all that its steps take
+    kind: ScheduleKind,
+    mesh: MeshShape,
+    count: int,
+    warmup: tuple[int, ...] | None,
+    stages: Sequence[StageSeconds],
+    links: Mapping[tuple[int, int], float],
+    *,
+    each_s: Sequence[float],
+    begin_s: Sequence[float],
+    reduces_once: Sequence[bool],
+) -> tuple[list[float], list[float]]:
+    """When each rank is done, and each lane of messages.
+
+    Arguments are those of :func:`step_s`, when each rank begins, and by stage whether gradients are
+    reduced after its last backward.
+    """
+    order = _numbered(kind, _alone(mesh), count, warmup)
+    return _ends(order, stages, links, each_s, begin_s, reduces_once)
+
+
+def order_in(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> Order:
+    """An order, kept: :func:`~autopar.plan.orders.order_of`."""
+    return _order(kind, _alone(mesh), count, warmup)
+
+
+def in_flight_of(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Most micro-batches in flight by stage."""
+    return _in_flight(kind, _alone(mesh), count, warmup)
+
+
 def flights_of(
     kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], Moments]:
@@ -100,6 +135,13 @@ def _flights(
     order = _order(kind, mesh, count, warmup)
     is_plain = mesh.virtual == 1 and not kind.splits_backward
     return all_in_flight(order), () if is_plain else alive_together(order)
+
+
+@lru_cache(maxsize=KEPT_FLIGHTS)
+def _in_flight(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    return all_in_flight(_order(kind, mesh, count, warmup))
 
 
 @lru_cache(maxsize=KEPT_ORDERS)
@@ -163,16 +205,31 @@ def run(
     each_s: Sequence[float] = (),
 ) -> float:
     """Seconds of a numbered order; see :func:`step_s`."""
+    now, free = _ends(order, stages, links, each_s)
+    return max((*now, *free), default=0.0)
+
+
+def _ends(
+    order: NumberedOrder,
+    stages: Sequence[StageSeconds],
+    links: Mapping[tuple[int, int], float],
+    each_s: Sequence[float] = (),
+    begin_s: Sequence[float] = (),
+    reduces_once: Sequence[bool] = (),
+) -> tuple[list[float], list[float]]:
+    """When each rank is done, and each lane of messages; see :func:`ends_of`."""
     seconds = [stage.of(kind) for stage in stages for kind in _KINDS]
     gather_s = [stage.of(ActionKind.UNSHARD) for stage in stages]
     reduce_s = [stage.of(ActionKind.REDUCE_GRAD) for stage in stages]
+    if reduces_once:
+        reduce_s = [time_s * once for time_s, once in zip(reduce_s, reduces_once, strict=True)]
     makes = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # gradients of weights
     after_s = [time_s * (kind in makes) for time_s in each_s if any(each_s) for kind in _KINDS]
     edge_s = [links.get(edge, 0.0) for edge in order.edge_stages]
     arrives: list[float | None] = [None] * order.num_messages
     waiting: list[int] = [_NONE] * order.num_messages
     free_s = [0.0] * order.num_lanes
-    position, now = [0] * len(order.rows), [0.0] * len(order.rows)
+    position, now = [0] * len(order.rows), [*begin_s] or [0.0] * len(order.rows)
     ready = deque(range(len(order.rows)))
     while ready:
         rank = ready.popleft()
@@ -205,4 +262,4 @@ def run(
     stuck = [r for r, row in enumerate(order.rows) if position[r] < len(row)]
     if stuck:
         raise DeadlockError(f"the order can't finish: pipeline ranks {stuck} wait for messages")
-    return max((*now, *free_s), default=0.0)
+    return now, free_s
