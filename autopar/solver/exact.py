@@ -100,7 +100,7 @@ class ExactFigures:
         held = [stage.held for stage in self.stages]
         if self.step.is_plain:  # nothing overlaps: the order tells it too
             own = {s: held[s] for s in self.step.mesh.stages_of(worst)}
-            return order_peak(worst, self.step.rank_lists()[worst], own).where
+            return order_peak(worst, self.step.rank_list(worst), own).where
         return memory_timelines(self.simulation, held, ranks=[worst])[0].peak.where
 
 

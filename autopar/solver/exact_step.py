@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.plan.actions import ActionKind
+from autopar.plan.actions import Action, ActionKind
 from autopar.plan.orders import receives_ahead
 from autopar.plan.schedule import ActionLists, Edge, Order, action_lists
 from autopar.plan.types import MeshShape, ScheduleKind
@@ -56,6 +56,11 @@ class ExactStep:
     def rank_lists(self) -> ActionLists:
         """What every rank does, but for messages."""
         return action_lists(self.order, self.mesh, tied=self.ties, zero_levels=self.zero_levels)
+
+    def rank_list(self, rank: int) -> Sequence[Action]:
+        """The same for one rank."""
+        row = self.order[rank : rank + 1]
+        return action_lists(row, self.mesh, tied=self.ties, zero_levels=self.zero_levels)[0]
 
     def simulation(self) -> Simulation:
         """The step up to the last reduction."""

@@ -62,11 +62,13 @@ def flights(
 def _enough(
     schedule: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
 ) -> int:
-    """Micro-batches after which a step repeats itself; as many as there are if they are fewer."""
+    """Micro-batches after which ranks hold no more; as many as there are if they are fewer."""
     if schedule in (ScheduleKind.GPIPE, ScheduleKind.FORWARD):
         return count  # all forwards come first: what is alive grows with their number
-    rounds = STEADY_ROUNDS + (mesh.virtual > 1) + (warmup is not None)
-    return min(count, rounds * mesh.pp + count % mesh.pp)
+    if schedule is ScheduleKind.INTERLEAVED:  # the size of rounds depends on their number
+        return min(count, (STEADY_ROUNDS + (mesh.virtual > 1)) * mesh.pp + count % mesh.pp)
+    # ranks begin with so many forwards at most, then end as many micro-batches as they begin
+    return min(count, 1 + max(2 * mesh.pp, *(warmup or (0,))))
 
 
 def alive_of(

@@ -14,8 +14,15 @@ from autopar.plan.schedule import in_flight
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.constraints import Constraints
 from autopar.solver.force import ProportionalCostModel, forced_plan
+from autopar.solver.order_times import flights_of
 from autopar.solver.pipeline_bound import PipelineBound
-from autopar.solver.schedule_choice import best_order, deeper_warmup, flights, simulated_s
+from autopar.solver.schedule_choice import (
+    alive_of,
+    best_order,
+    deeper_warmup,
+    flights,
+    simulated_s,
+)
 from autopar.solver.stages_problem import (
     BlockMenu,
     Option,
@@ -258,3 +265,19 @@ def test_the_search_warms_up_deeper_where_messages_are_slow(open_plan):
     )
     assert tight.peak_bytes <= plain.peak_bytes + 100_000
     assert tight.warmup is None or tight.warmup < plan.warmup
+
+
+@pytest.mark.parametrize("kind", [PLAIN, H1, ZBV])
+def test_what_is_in_flight_in_a_few_rounds_is_so_in_all(kind: ScheduleKind):
+    rng = random.Random(f"{kind}")
+    for pp in range(1, 8):
+        v_shape = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
+        mesh = v_shape if kind is ZBV else MeshShape(pp=pp)
+        for count in range(1, 60):
+            depths = [None]
+            if kind is PLAIN:
+                deep = sorted((rng.randint(1, 3 * pp) for _ in range(pp)), reverse=True)
+                depths.append(tuple(deep))
+            for warmup in depths:
+                found = flights(kind, mesh, count, warmup), alive_of(kind, mesh, count, warmup)
+                assert found == flights_of(kind, mesh, count, warmup)
