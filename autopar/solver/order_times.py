@@ -28,6 +28,7 @@ _KINDS = (
     ActionKind.BACKWARD_INPUT,
     ActionKind.BACKWARD_WEIGHT,
 )
+_FORWARD, _BACKWARD, _, _WEIGHT = _KINDS
 _NONE = -1
 
 _Step = tuple[int, int, int, int, int, int]
@@ -165,35 +166,52 @@ def numbered_order(order: Order, num_stages: int) -> NumberedOrder:
         order: Who computes what in which order.
         num_stages: Stages of all ranks.
     """
-    rank_of = {compute.stage: rank for rank, row in enumerate(order) for compute in row}
-    messages: dict[tuple[int, bool, int], int] = {}  # reading stage, whether forward, micro-batch
+    rank_of = {stage: rank for rank, row in enumerate(order) for stage in {c.stage for c in row}}
+    count = 1 + max((c.microbatch for row in order for c in row), default=0)
+    messages: dict[int, int] = {}  # by reading stage, whether forward, micro-batch
     edges: list[int] = []
     edge_of: dict[tuple[int, int], int] = {}
     lanes: dict[tuple[int, int], int] = {}
-    number = {kind: at for at, kind in enumerate(_KINDS)}
+
+    def way(stage: int, is_forward: bool) -> tuple[int, int, int, int, int]:
+        """Where a pass reads and sends: first message and edge of each, and the lane; or none."""
+        rank = rank_of[stage]
+        reads = sends = read_edge = send_edge = lane = _NONE
+        near, to = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
+        if 0 <= near < num_stages and rank_of[near] != rank:
+            reads = (2 * stage + is_forward) * count
+            read_edge = edge_of.setdefault((near, stage), len(edge_of))
+        if 0 <= to < num_stages and rank_of[to] != rank:
+            sends = (2 * to + is_forward) * count
+            send_edge = edge_of.setdefault((stage, to), len(edge_of))
+            lane = lanes.setdefault((rank, rank_of[to]), len(lanes))
+        return reads, read_edge, sends, send_edge, lane
+
+    ways = {stage: (way(stage, False), way(stage, True)) for stage in rank_of}
     rows = []
-    for rank, row in enumerate(order):
-        last = {compute.stage: at for at, compute in enumerate(row)}
+    for row in order:
+        last = {stage: at for at, (stage, _, _) in enumerate(row)}
         seen: set[int] = set()
         steps: list[_Step] = []
         for at, (stage, kind, microbatch) in enumerate(row):
             first = _NONE if stage in seen else stage
             seen.add(stage)
-            is_forward, is_weights = kind is _KINDS[0], kind is _KINDS[3]
-            reduces = last[stage] == at and (is_weights or kind is _KINDS[1])
-            waits = sends = lane = _NONE
-            near, to = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-            if not is_weights and 0 <= near < num_stages and rank_of[near] != rank:
-                waits = messages.setdefault((stage, is_forward, microbatch), len(messages))
-            if not is_weights and 0 <= to < num_stages and rank_of[to] != rank:
-                sends = messages.setdefault((to, is_forward, microbatch), len(messages))
-                lane = lanes.setdefault((rank, rank_of[to]), len(lanes))
-            for message, edge in ((waits, (near, stage)), (sends, (stage, to))):
-                if message == len(edges):
-                    edges.append(edge_of.setdefault(edge, len(edge_of)))
-            steps.append(
-                (stage * 4 + number[kind], first, stage if reduces else _NONE, waits, sends, lane)
-            )
+            is_forward, is_weights = kind is _FORWARD, kind is _WEIGHT
+            reduces = last[stage] == at and (is_weights or kind is _BACKWARD)
+            waits = sent = lane = _NONE
+            if not is_weights:
+                reads, read_edge, sends, send_edge, lane = ways[stage][is_forward]
+                if reads >= 0:
+                    waits = messages.setdefault(reads + microbatch, len(edges))
+                    if waits == len(edges):
+                        edges.append(read_edge)
+                if sends >= 0:
+                    sent = messages.setdefault(sends + microbatch, len(edges))
+                    if sent == len(edges):
+                        edges.append(send_edge)
+            number = 0 if is_forward else 3 if is_weights else 1 if kind is _BACKWARD else 2
+            what = stage * 4 + number
+            steps.append((what, first, stage if reduces else _NONE, waits, sent, lane))
         rows.append(tuple(steps))
     return NumberedOrder(tuple(rows), len(edges), tuple(edges), tuple(edge_of), len(lanes))
 
@@ -249,8 +267,8 @@ def _ends(
                 now_s += gather_s[first]
             now_s += seconds[what]
             if sends >= 0:
-                begin_s = free_s[lane] if free_s[lane] > now_s else now_s
-                arrives[sends] = free_s[lane] = begin_s + edge_s[order.edges[sends]]
+                start_s = free_s[lane] if free_s[lane] > now_s else now_s
+                arrives[sends] = free_s[lane] = start_s + edge_s[order.edges[sends]]
                 if waiting[sends] >= 0:
                     ready.append(waiting[sends])
             if after_s:
