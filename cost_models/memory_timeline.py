@@ -180,6 +180,21 @@ class StageMemory:
             if each.name.endswith("_bytes") and not value >= 0:
                 raise ConfigError(f"StageMemory: {each.name} is {value}, must be at least 0")
 
+    def named(self, scopes: Mapping[str, str]) -> StageMemory:
+        """The same with operators of other scopes.
+
+        Args:
+            scopes: By present scope; what is left out keeps its own.
+        """
+        programs = {
+            kind: replace(
+                program,
+                nodes=tuple(replace(n, scope=scopes.get(n.scope, n.scope)) for n in program.nodes),
+            )
+            for kind, program in self.programs.items()
+        }
+        return replace(self, programs=programs)
+
     def at_most(self, num_in_flight: int) -> MemoryParts:
         """An upper bound of every moment: each part at its largest.
 

@@ -44,11 +44,19 @@ class Likeness:
         names: Per stage the names of that one's values and inputs -> its own; empty if it stands
             for itself.
         targets: The same for the targets of parameters.
+        scopes: The same for the scopes of operators.
     """
 
     of: tuple[int, ...]
     names: tuple[Mapping[str, str], ...]
     targets: tuple[Mapping[str, str], ...]
+    scopes: tuple[Mapping[str, str], ...]
+
+    @classmethod
+    def none(cls, num_stages: int) -> Likeness:
+        """Every stage stands for itself."""
+        nothing: tuple[Mapping[str, str], ...] = ({},) * num_stages
+        return cls(tuple(range(num_stages)), nothing, nothing, nothing)
 
     def body(
         self, stage: int, known: StageBody, demand: StageDemand, stage_map: StageMap
@@ -101,6 +109,7 @@ def likeness(
     of: list[int] = []
     names: list[Mapping[str, str]] = []
     targets: list[Mapping[str, str]] = []
+    scopes: list[Mapping[str, str]] = []
     for stage, (signature, outer) in enumerate(found):
         is_shared = any(params.get(inputs[name].param, 0) > 1 for name in outer
                         if inputs[name].kind is InputKind.PARAM)  # fmt: skip
@@ -108,15 +117,16 @@ def likeness(
         of.append(at)
         table: dict[str, str] = {}
         renamed: dict[str, str] = {}
+        pairs = list(zip(demands[at].nodes, demands[stage].nodes, strict=True))
+        scopes.append({theirs.scope: mine.scope for theirs, mine in pairs if at != stage})
         if at != stage:
-            pairs = zip(demands[at].nodes, demands[stage].nodes, strict=True)
             table = {theirs.name: mine.name for theirs, mine in pairs}
             for theirs, mine in zip(found[at][1], outer, strict=True):
                 table[theirs] = mine
                 renamed[inputs[theirs].target] = inputs[mine].target
         names.append(table)
         targets.append(renamed)
-    return Likeness(tuple(of), tuple(names), tuple(targets))
+    return Likeness(tuple(of), tuple(names), tuple(targets), tuple(scopes))
 
 
 @dataclass(slots=True)

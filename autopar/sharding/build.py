@@ -85,7 +85,7 @@ def localize(
     if kept.decisions != key or kept.layouts is None:
         kept.decisions, kept.layouts, kept.bodies = key, Layouts.of(graph, decisions), {}
     layouts, count = kept.layouts, stage_map.num_stages
-    alike = Likeness(tuple(range(count)), ({},) * count, ({},) * count)
+    alike = Likeness.none(count)
     if words is not None:
         alike = likeness(layouts.inputs, decisions, stage_map, demands, words)
     bodies: list[StageBody] = []
@@ -153,10 +153,11 @@ class _Builder:
         forward_edges, backward_edges = self._edges()
         stages: list[StagePrograms] = []
         for body, half, at in zip(self.bodies, halves, self.alike.of, strict=True):
-            is_own = at == body.index
-            stages.append(
-                self._programs(body, half) if is_own else replace(stages[at], index=body.index)
-            )
+            if at == body.index:
+                stages.append(self._programs(body, half))
+                continue
+            scopes = self.alike.scopes[body.index]
+            stages.append(replace(stages[at], index=body.index, scopes=scopes))
         return LocalPrograms(
             axis_sizes=self.decisions.axis_sizes,
             stages=tuple(stages),

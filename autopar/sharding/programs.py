@@ -125,7 +125,11 @@ class ResultSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrograms:
-    """The programs of one stage; an empty program has no outputs."""
+    """The programs of one stage; an empty program has no outputs.
+
+    Where programs are priced, not run, a stage may have those of one that is alike: ``scopes`` then
+    says which scope of its own stands for each of theirs.
+    """
 
     index: int
     unshard: Graph
@@ -134,6 +138,7 @@ class StagePrograms:
     backward: Graph
     reduce: Graph
     finish: Graph
+    scopes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,7 @@ class ExactFigures:
         rank_bytes: Peak per pipeline rank.
         stages: By stage.
         step: The step up to the last reduction, without the optimizer's.
+        scopes: By stage its own scopes by those of a stage that it is priced as.
         host_s: Part of the step that lies outside of its programs, on a host that was measured:
             calls, ranks that share cores, waiting for slower ones.
     """
@@ -81,6 +82,7 @@ class ExactFigures:
     rank_bytes: tuple[int, ...]
     stages: tuple[StageFigures, ...]
     step: ExactStep
+    scopes: tuple[Mapping[str, str], ...]
     host_s: float = 0.0
 
     @property
@@ -97,10 +99,13 @@ class ExactFigures:
     def peak_at(self) -> str:
         """When the worst device has most alive, in words."""
         worst = max(range(len(self.rank_bytes)), key=lambda rank: (self.rank_bytes[rank], -rank))
-        held = [stage.held for stage in self.stages]
+        own = self.step.mesh.stages_of(worst)
+        held = [
+            stage.held.named(self.scopes[s]) if s in own and self.scopes[s] else stage.held
+            for s, stage in enumerate(self.stages)
+        ]
         if self.step.is_plain:  # nothing overlaps: the order tells it too
-            own = {s: held[s] for s in self.step.mesh.stages_of(worst)}
-            return order_peak(worst, self.step.rank_list(worst), own).where
+            return order_peak(worst, self.step.rank_list(worst), {s: held[s] for s in own}).where
         return memory_timelines(self.simulation, held, ranks=[worst])[0].peak.where
 
 
@@ -215,6 +220,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         rank_bytes=_rank_bytes(stages, setting, lists),
         stages=tuple(stages),
         step=step,
+        scopes=tuple(stage.scopes for stage in programs.stages),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -41,6 +43,11 @@ def both_ways(graph: Graph, wish: Constraints) -> tuple[int, int]:
     left, right = exact_figures(every, setting), exact_figures(shared, setting)
     assert left.step_s == right.step_s == plan.time_s
     assert left.rank_bytes == right.rank_bytes
+    for rank in range(plan.mesh.pp):  # where each would have most, were it the worst
+        worst = tuple(int(other == rank) for other in range(plan.mesh.pp))
+        words = replace(left, rank_bytes=worst).peak_at
+        assert words == replace(right, rank_bytes=worst).peak_at
+        assert words
     for a, b in zip(left.stages, right.stages, strict=True):
         assert (a.time, a.memory, a.collectives) == (b.time, b.memory, b.collectives)
         assert (a.num_in_flight, a.parameters) == (b.num_in_flight, b.parameters)
