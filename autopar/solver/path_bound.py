@@ -66,6 +66,7 @@ class PathBound:
         knows_halves: Whether the menus tell how a backward divides into its halves; else they
             tell the most that its gradients of weights may take.
         max_work: Work limit: computes and messages of the step, times rounds of adding paths.
+        max_rounds: Most of them.
     """
 
     problem: StageProblem
@@ -73,6 +74,7 @@ class PathBound:
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
     max_work: int = MAX_WORK
+    max_rounds: int = MAX_ROUNDS
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -81,11 +83,20 @@ class PathBound:
             enough_s: A bound from here on need not be sharper.
         """
         found = 0.0
-        for bound_s, _ in self._rounds():
+        for bound_s in self.bounds_s():
             found = max(found, bound_s)
             if found >= enough_s:
                 break
         return found
+
+    def bounds_s(self) -> Iterator[float]:
+        """Round by round seconds of a step, at least; a later one may be less."""
+        return (bound_s for bound_s, _ in self._rounds())
+
+    @property
+    def round_work(self) -> int:
+        """Work of a round: computes and messages of the step."""
+        return 4 * self.problem.num_stages * self.problem.num_microbatches
 
     def likely_cuts(self) -> tuple[Starts, ...]:
         """Cuts near the best stages that were run on the way to the bound; maybe none.
@@ -125,7 +136,7 @@ class PathBound:
             program.add(path)
         value_s = program.solve()
         yield (value_s or 0.0) * (1 - TOLERANCE), ()
-        rounds = self.max_work // (4 * problem.num_stages * problem.num_microbatches)
+        rounds = min(self.max_work // self.round_work, self.max_rounds)
         if value_s is None or math.isinf(value_s) or rounds == 0:
             return  # so long a step is bounded by each rank's own work
         paths = paths_of(
@@ -139,7 +150,7 @@ class PathBound:
             program.add(path)
         n, stages = len(problem.blocks), problem.num_stages
         before = [n * s / stages for s in range(1, stages)]
-        for _ in range(min(rounds, MAX_ROUNDS)):
+        for _ in range(rounds):
             value_s = program.solve()
             if value_s is None:
                 break

@@ -52,8 +52,6 @@ class PathProgram:
     _before: list[dict[str, Variable]] = field(default_factory=list)
     _parts: dict[tuple[Term, int], Variable] = field(default_factory=dict)
     _message_s: list[float] = field(init=False)
-    _slack: list[dict[Variable, float]] = field(default_factory=list)
-    _busy: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -62,18 +60,20 @@ class PathProgram:
         total_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
         self._unit_s = max(total_s / problem.num_stages, 1e-12)
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
+        # rows are added to programs that are solved: their answers stay dual feasible
+        self._solver.SetSolverSpecificParametersAsString("use_dual_simplex: true")
         infinity = self._solver.infinity()
         self._time = self._solver.NumVar(0.0, infinity, "")
         self._update = self._solver.NumVar(0.0, infinity, "")
         self._solver.Objective().SetCoefficient(self._time, 1.0)
         self._solver.Objective().SetCoefficient(self._update, 1.0)
         self._solver.Objective().SetMinimization()
-        for _ in range(problem.num_stages):
+        for stage in range(problem.num_stages):
             self._counts.append(
                 {
-                    (kind, o): self._solver.NumVar(0.0, len(members), "")
-                    for kind, members in self._kinds.items()
-                    for o in _useful(problem.blocks[members[0]].options)
+                    (kind, o): self._solver.NumVar(0.0, most, "")
+                    for kind, most in self._possible(stage).items()
+                    for o in _useful(problem.blocks[self._kinds[kind][0]].options)
                 }
             )
         self._choose_forms()
@@ -104,12 +104,12 @@ class PathProgram:
         for stage in range(problem.num_stages if problem.forms else 0):
             forms = problem.given_forms[stage : stage + 1] or range(len(problem.forms))
             row = {
-                (kind, form): self._solver.NumVar(0.0, len(members), "")
-                for kind, members in self._kinds.items()
+                (kind, form): self._solver.NumVar(0.0, most, "")
+                for kind, most in self._possible(stage).items()
                 for form in forms
             }
             self._forms.append(row)
-            for kind in self._kinds:
+            for kind in self._possible(stage):
                 terms = {v: 1.0 for (k, _), v in self._counts[stage].items() if k == kind}
                 terms |= {v: -1.0 for (k, _), v in row.items() if k == kind}
                 self._row(0.0, 0.0, terms)
@@ -136,6 +136,16 @@ class PathProgram:
         n, most = len(problem.blocks), problem.most_blocks
         after = problem.num_stages - stage
         return max(stage, n - after * most), min(n - after, stage * most)
+
+    def _possible(self, stage: int) -> dict[str, int]:
+        """Of which kinds a stage may have blocks, and how many of each it could reach."""
+        low, high = 0, len(self.problem.blocks)
+        if stage > 0:
+            low = self._range(stage)[0]
+        if stage + 1 < self.problem.num_stages:
+            high = self._range(stage + 1)[1]
+        counts = {k: sum(low <= i < high for i in members) for k, members in self._kinds.items()}
+        return {kind: count for kind, count in counts.items() if count}
 
     def _deal(self) -> None:
         """Rows (2) and (3)."""
@@ -202,10 +212,9 @@ class PathProgram:
     def _stage_seconds(self) -> None:
         """Variables for what every stage takes, in units of a mean stage."""
         infinity = self._solver.infinity()
+        slack: dict[Variable, float] = {}
         fastest = {k: min(o.total_s for o in self._block(k).options) for k in self._kinds}
         for s, row in enumerate(self._counts):
-            slack: dict[Variable, float] = {}
-            self._slack.append(slack)
             for (k, o), v in row.items():  # what is made again comes on top of the floor
                 slack[v] = (fastest[k] - self._option(k, o).total_s) / self._unit_s
             for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
@@ -231,28 +240,7 @@ class PathProgram:
                 whole = self._parts[Term.BACKWARD, s]
                 self._row(-infinity, 0.0, {**terms, half: 1.0, whole: -1.0})
         if self.floor.total_s:
-            terms = {v: factor for row in self._slack for v, factor in row.items()}
-            self._row(self.floor.total_s / self._unit_s, infinity, terms)
-
-    def busiest(self, device: int, busiest_s: float) -> None:
-        """Let a rank have so many seconds of blocks per micro-batch at least, and no other one.
-
-        Args:
-            device: The rank.
-            busiest_s: Seconds without those of making values again.
-        """
-        infinity = self._solver.infinity()
-        if not self._busy:
-            for rank in range(self.problem.pp):
-                row = self._solver.Constraint(-infinity, infinity)
-                for s in self.problem.stages_of(rank):
-                    for variable, factor in self._slack[s].items():
-                        row.SetCoefficient(variable, factor)
-                self._busy.append(row)
-        for rank, row in enumerate(self._busy):
-            low = busiest_s / self._unit_s if rank == device else -infinity
-            if row.lb() != low:
-                row.SetBounds(low, infinity)
+            self._row(self.floor.total_s / self._unit_s, infinity, slack)
 
     def _updates(self) -> None:
         for device in range(self.problem.pp):

@@ -180,9 +180,9 @@ class PipelineBound:
         rows = zip(self._sums.counts, fastest, strict=True)
         most_s = max(-(-row[n] // p) * least_s for row, least_s in rows)
         largest_s = max(fastest)
-        return max(mean_s, count * largest_s, count * most_s, count * self.busiest_s())
+        return max(mean_s, count * largest_s, count * most_s, count * self._busiest_s())
 
-    def busiest_s(self) -> float:
+    def _busiest_s(self) -> float:
         """Seconds per micro-batch of the rank with the most work, if blocks are whole, at least.
 
         It is worked out late, once the floor is known.
