@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
@@ -47,6 +47,7 @@ class PathProgram:
     _update: Variable = field(init=False)
     _unit_s: float = field(init=False)
     _kinds: dict[str, list[int]] = field(default_factory=dict)
+    _known: dict[str, list[int]] = field(default_factory=dict)  # of a kind before each block
     _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
     _forms: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
     _before: list[dict[str, Variable]] = field(default_factory=list)
@@ -57,6 +58,9 @@ class PathProgram:
         problem = self.problem
         for i, block in enumerate(problem.blocks):
             self._kinds.setdefault(block.key, []).append(i)
+        for kind in self._kinds:
+            counts = accumulate((b.key == kind for b in problem.blocks), initial=0)
+            self._known[kind] = list(counts)
         total_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
         self._unit_s = max(total_s / problem.num_stages, 1e-12)
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
@@ -144,7 +148,7 @@ class PathProgram:
             low = self._range(stage)[0]
         if stage + 1 < self.problem.num_stages:
             high = self._range(stage + 1)[1]
-        counts = {k: sum(low <= i < high for i in members) for k, members in self._kinds.items()}
+        counts = {kind: known[high] - known[low] for kind, known in self._known.items()}
         return {kind: count for kind, count in counts.items() if count}
 
     def _deal(self) -> None:
@@ -154,7 +158,10 @@ class PathProgram:
             self._row(1.0, problem.most_blocks, dict.fromkeys(row.values(), 1.0))
         for stage in range(1, problem.num_stages):
             low, high = self._range(stage)
-            before = {kind: self._solver.NumVar(0.0, high, "") for kind in self._kinds}
+            before = {
+                kind: self._solver.NumVar(known[low], known[high], "")
+                for kind, known in self._known.items()
+            }
             self._row(low, high, dict.fromkeys(before.values(), 1.0))
             self._before.append(before)
         for kind, members in self._kinds.items():
@@ -171,15 +178,13 @@ class PathProgram:
 
     def _stay_together(self) -> None:
         """Rows (4)."""
-        problem = self.problem
         infinity = self._solver.infinity()
-        for kind in self._kinds:
-            known = [0]
-            for block in problem.blocks:
-                known.append(known[-1] + (block.key == kind))
+        for kind, known in self._known.items():
             for stage, before in enumerate(self._before, 1):
                 low, high = self._range(stage)
                 part = known[low : high + 1]
+                if part[0] == part[-1]:
+                    continue  # as its variable says
                 for sign in (1.0, -1.0):  # above the lower hull, below the upper one
                     for slope, at in _hull([sign * count for count in part]):
                         offset = sign * part[at] - slope * (low + at)
