@@ -123,12 +123,15 @@ class Begun:
 
         Args:
             work: Computes and messages, times rounds; one round at least.
-            enough_s: A bound from here on need not be sharper.
+            enough_s: A bound from here on need not be sharper, and won't be.
         """
         for bound_s, round_work in self.bounds_s:
             self.best_s = max(self.best_s, bound_s)
+            if self.best_s >= enough_s:
+                self.bounds_s = iter(())  # its program is large, and it is done with
+                break
             if round_work:
                 work -= max(round_work, LEAST_WORK)
-            if self.best_s >= enough_s or work <= 0:
+            if work <= 0:
                 break
         return self.best_s
