@@ -37,7 +37,7 @@ MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
 MAX_REOPENED = 2  # times that opening goes on because what ended it turned out not to fit
-MAX_SHARPENED = 80  # work limit: times that a bound is sharpened at the end beyond early efforts
+MAX_SHARPENED = 64  # work limit: times that a bound is sharpened at the end beyond early efforts
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
 

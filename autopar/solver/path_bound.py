@@ -106,7 +106,7 @@ class PathBound:
         """
         at: Sequence[float] = ()
         found: dict[Starts, None] = {}
-        for number, (_, at) in enumerate(self._rounds(), 1):
+        for number, (_, at) in enumerate(self._rounds(is_quick=False), 1):
             if at and number % CUTS_EVERY == 0:
                 found[self._rounded(at)] = None
         if at:
@@ -122,16 +122,19 @@ class PathBound:
             starts.append(max(least, min(round(at), n - (stages - stage))))
         return tuple(starts)
 
-    def _rounds(self) -> Iterator[tuple[float, Sequence[float]]]:
+    def _rounds(self, *, is_quick: bool = True) -> Iterator[tuple[float, Sequence[float]]]:
         """Round by round a bound, and the blocks before each stage but the first in the best run.
 
         The latter is empty while nothing was run.
+
+        Args:
+            is_quick: As of :class:`~autopar.solver.path_program.PathProgram`.
         """
         problem = self.problem
         if len(problem.blocks) < problem.num_stages:
             yield math.inf, ()
             return
-        program = PathProgram(problem, self.floor, self.knows_halves)
+        program = PathProgram(problem, self.floor, self.knows_halves, is_quick)
         for path in self._busy():
             program.add(path)
         value_s = program.solve()

@@ -37,17 +37,19 @@ class PathProgram:
         problem: The chain, as for :class:`~autopar.solver.path_bound.PathBound`.
         floor: Likewise.
         knows_halves: Likewise.
+        is_quick: Whether any of the best answers will do, as for bounds; else one that is found
+            anew, from which cuts are taken.
     """
 
     problem: StageProblem
     floor: Floor
     knows_halves: bool
+    is_quick: bool = True
     _solver: Any = field(init=False)
     _time: Variable = field(init=False)
     _update: Variable = field(init=False)
     _unit_s: float = field(init=False)
     _kinds: dict[str, list[int]] = field(default_factory=dict)
-    _known: dict[str, list[int]] = field(default_factory=dict)  # of a kind before each block
     _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
     _forms: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
     _before: list[dict[str, Variable]] = field(default_factory=list)
@@ -58,26 +60,23 @@ class PathProgram:
         problem = self.problem
         for i, block in enumerate(problem.blocks):
             self._kinds.setdefault(block.key, []).append(i)
-        for kind in self._kinds:
-            counts = accumulate((b.key == kind for b in problem.blocks), initial=0)
-            self._known[kind] = list(counts)
         total_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
         self._unit_s = max(total_s / problem.num_stages, 1e-12)
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
-        # rows are added to programs that are solved: their answers stay dual feasible
-        self._solver.SetSolverSpecificParametersAsString("use_dual_simplex: true")
+        if self.is_quick:  # rows are added to programs that are solved: they stay dual feasible
+            self._solver.SetSolverSpecificParametersAsString("use_dual_simplex: true")
         infinity = self._solver.infinity()
         self._time = self._solver.NumVar(0.0, infinity, "")
         self._update = self._solver.NumVar(0.0, infinity, "")
         self._solver.Objective().SetCoefficient(self._time, 1.0)
         self._solver.Objective().SetCoefficient(self._update, 1.0)
         self._solver.Objective().SetMinimization()
-        for stage in range(problem.num_stages):
+        for _ in range(problem.num_stages):
             self._counts.append(
                 {
-                    (kind, o): self._solver.NumVar(0.0, most, "")
-                    for kind, most in self._possible(stage).items()
-                    for o in _useful(problem.blocks[self._kinds[kind][0]].options)
+                    (kind, o): self._solver.NumVar(0.0, len(members), "")
+                    for kind, members in self._kinds.items()
+                    for o in _useful(problem.blocks[members[0]].options)
                 }
             )
         self._choose_forms()
@@ -108,12 +107,12 @@ class PathProgram:
         for stage in range(problem.num_stages if problem.forms else 0):
             forms = problem.given_forms[stage : stage + 1] or range(len(problem.forms))
             row = {
-                (kind, form): self._solver.NumVar(0.0, most, "")
-                for kind, most in self._possible(stage).items()
+                (kind, form): self._solver.NumVar(0.0, len(members), "")
+                for kind, members in self._kinds.items()
                 for form in forms
             }
             self._forms.append(row)
-            for kind in self._possible(stage):
+            for kind in self._kinds:
                 terms = {v: 1.0 for (k, _), v in self._counts[stage].items() if k == kind}
                 terms |= {v: -1.0 for (k, _), v in row.items() if k == kind}
                 self._row(0.0, 0.0, terms)
@@ -141,16 +140,6 @@ class PathProgram:
         after = problem.num_stages - stage
         return max(stage, n - after * most), min(n - after, stage * most)
 
-    def _possible(self, stage: int) -> dict[str, int]:
-        """Of which kinds a stage may have blocks, and how many of each it could reach."""
-        low, high = 0, len(self.problem.blocks)
-        if stage > 0:
-            low = self._range(stage)[0]
-        if stage + 1 < self.problem.num_stages:
-            high = self._range(stage + 1)[1]
-        counts = {kind: known[high] - known[low] for kind, known in self._known.items()}
-        return {kind: count for kind, count in counts.items() if count}
-
     def _deal(self) -> None:
         """Rows (2) and (3)."""
         problem = self.problem
@@ -158,10 +147,7 @@ class PathProgram:
             self._row(1.0, problem.most_blocks, dict.fromkeys(row.values(), 1.0))
         for stage in range(1, problem.num_stages):
             low, high = self._range(stage)
-            before = {
-                kind: self._solver.NumVar(known[low], known[high], "")
-                for kind, known in self._known.items()
-            }
+            before = {kind: self._solver.NumVar(0.0, high, "") for kind in self._kinds}
             self._row(low, high, dict.fromkeys(before.values(), 1.0))
             self._before.append(before)
         for kind, members in self._kinds.items():
@@ -179,12 +165,11 @@ class PathProgram:
     def _stay_together(self) -> None:
         """Rows (4)."""
         infinity = self._solver.infinity()
-        for kind, known in self._known.items():
+        for kind in self._kinds:
+            known = list(accumulate((b.key == kind for b in self.problem.blocks), initial=0))
             for stage, before in enumerate(self._before, 1):
                 low, high = self._range(stage)
                 part = known[low : high + 1]
-                if part[0] == part[-1]:
-                    continue  # as its variable says
                 for sign in (1.0, -1.0):  # above the lower hull, below the upper one
                     for slope, at in _hull([sign * count for count in part]):
                         offset = sign * part[at] - slope * (low + at)

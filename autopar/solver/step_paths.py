@@ -199,19 +199,13 @@ class StepPaths:
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
         shares: list[float] = []  # of what comes by way of ``beside``
-        cold_s = COLD * heat_s
         for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
             end_s, share = ends[before] if before >= 0 else 0.0, 0.0
             if beside >= 0:
-                later_s = ends[beside] - end_s
-                if later_s > cold_s:
-                    end_s, share = end_s + later_s, 1.0
-                elif later_s > 0.0:
-                    less = exp(-later_s / heat_s)
-                    end_s, share = end_s + later_s + heat_s * log1p(less), 1.0 / (1.0 + less)
-                elif later_s > -cold_s:
-                    less = exp(later_s / heat_s)
-                    end_s, share = end_s + heat_s * log1p(less), less / (1.0 + less)
+                apart = (ends[beside] - end_s) / heat_s
+                less = exp(-min(COLD, abs(apart)))
+                end_s = max(end_s, ends[beside]) + heat_s * log1p(less)
+                share = (1.0 if apart > 0 else less) / (1.0 + less)
             ends.append(end_s + weights[term])
             shares.append(share)
         last_s = max(ends[at] for at in self._ends)
@@ -221,13 +215,13 @@ class StepPaths:
             flow[at] += part / sum(parts)
         counts = [0.0] * len(weights)
         for at in range(len(ends) - 1, -1, -1):
-            amount = flow[at]
+            amount, share = flow[at], shares[at]
             if amount < LEAST_SHARE:
                 continue
-            share, before = shares[at], self._before[at]
             counts[self._terms[at]] += amount
-            if share > 0.0:
-                flow[self._beside[at]] += amount * share
+            before, beside = self._before[at], self._beside[at]
+            if beside >= 0:
+                flow[beside] += amount * share
             if before >= 0:
                 flow[before] += amount * (1.0 - share)
         return {
