@@ -180,11 +180,11 @@ class _Closure:
         nothing_known = [(total, 0.0), (self._fixed_bytes, 0.0)]
         if not self._have or all_s <= 0.0 or total <= 0:
             return nothing_known
-        # the leanest makes everything again, for no more than the choice in which a byte is dear
+        # the leanest keeps what it must, for no more than the choice in which a byte is dear
         leanest = self._solve(1.0 / all_s, DEAR / total)
         if leanest is None:
             return nothing_known
-        lean = (self._fixed_bytes, leanest[1])
+        lean = (min(leanest[0], self.least_bytes()), leanest[1])
         points = [(total, 0.0), lean]
         waiting = [(points[0], lean)]
         while waiting and len(points) < MAX_CORNERS:

@@ -11,7 +11,7 @@ found, and judge a plan in the event simulator. The master decides the order:
    through this first, so that a limit of work never cuts them off.
 2. The best are improved, and so is whatever keeps the model's own gap above a percent.
 3. The best few are judged. The fastest that fits wins; if none fits, opening goes on.
-4. The least bound is sharpened up to the last effort, again and again, while that lifts it.
+4. The least bound is sharpened, whichever it is, until a limit of work.
 
 ``bound_s`` is the least bound over all shapes of the space: opened, set aside, not reached, or
 opened without finding anything that fits. No plan of the space is faster in the event simulator.
@@ -37,7 +37,7 @@ MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
 MAX_REOPENED = 2  # times that opening goes on because what ended it turned out not to fit
-MAX_SHARPENED = 400  # work limit: bounds that are sharpened in the end
+MAX_SHARPENED = 64  # work limit: times that a bound is sharpened at the end beyond early efforts
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
 
@@ -344,7 +344,10 @@ class Master(Generic[S, C, V]):
 
     # -- improving -----------------------------------------------------------------------------
     def _sharpen(self) -> None:
-        """Lift the least bound with more effort, until it is one that had the last."""
+        """Lift the least bound with more effort, again and again, while the work lasts.
+
+        Nothing but the least one matters, so that it gets all effort until another one is.
+        """
         best_s, last = self._best_s(), self.space.efforts - 1
         rows: list[_Opened[S, C] | _Waiting[S]]
         rows = [*self._opened, *self._heap, *self._aside, *self._empty]
@@ -352,8 +355,8 @@ class Master(Generic[S, C, V]):
             least = min(rows, key=lambda row: row.bound_s)
             if least.effort == last or least.bound_s >= best_s or self.space.is_late():
                 break
-            self._num_sharpened += 1
             least.effort += 1
+            self._num_sharpened += least.effort >= self.space.early_efforts
             sharper_s = self.space.bound_s(least.shape, least.effort, best_s)
             least.bound_s = max(least.bound_s, sharper_s)
         heapq.heapify(self._heap)

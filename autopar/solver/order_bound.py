@@ -10,12 +10,17 @@ zero bubble.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.plan.types import ScheduleKind
-from autopar.solver.path_bound import MAX_WORK, PathBound
+from autopar.solver.path_bound import MAX_ROUNDS, MAX_WORK, PathBound
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
 from autopar.solver.stages_problem import StageProblem
+
+MOST_ROUNDS = 200  # of a bound that is sharpened again and again
+LONGEST = 1 << 17  # computes and messages of a step whose paths it looks for
+LEAST_WORK = 1 << 11  # of a round, however few computes it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,7 @@ class OrderBound:
         floor: What is known beyond the menus.
         knows_halves: As in :class:`~autopar.solver.path_bound.PathBound`.
         max_work: Work limit, likewise.
+        max_rounds: Likewise.
     """
 
     problem: StageProblem
@@ -39,6 +45,7 @@ class OrderBound:
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
     max_work: int = MAX_WORK
+    max_rounds: int = MAX_ROUNDS
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -46,19 +53,38 @@ class OrderBound:
         Args:
             enough_s: A bound from here on need not be sharper.
         """
+        found = 0.0
+        for bound_s, _ in self.bounds_s():
+            found = max(found, bound_s)
+            if found >= enough_s:
+                break
+        return found
+
+    def bounds_s(self) -> Iterator[tuple[float, int]]:
+        """Round by round seconds of a step, at least, and the work of a round that follows."""
         quick_s = self.quick().least_s()
-        if quick_s >= enough_s or self.problem.pp == 1:
-            return quick_s
+        yield quick_s, 0
+        if math.isinf(quick_s) or self.problem.pp == 1:
+            return
         if not self.is_open:
-            return max(quick_s, self._paths(self.problem).least_s(enough_s))
-        if not self.may_split:
-            return quick_s
-        whole_s = PipelineBound(self.problem, self.floor).least_s()
+            paths, whole_s = self._paths(self.problem), math.inf
+        elif self.may_split:
+            paths = self._paths(replace(self.problem, schedule=ScheduleKind.ZERO_BUBBLE))
+            whole_s = PipelineBound(self.problem, self.floor).least_s()
+        else:
+            return
         if whole_s <= quick_s:
-            return quick_s
-        halves = replace(self.problem, schedule=ScheduleKind.ZERO_BUBBLE)
-        halves_s = self._paths(halves).least_s(min(enough_s, whole_s))
-        return max(quick_s, min(whole_s, halves_s))
+            return
+        for bound_s in paths.bounds_s():
+            yield max(quick_s, min(bound_s, whole_s)), paths.round_work
+            if bound_s >= whole_s:
+                return
+
+    def begun(self) -> Begun:
+        """The bound, to be sharpened as far as is asked for."""
+        step = PathBound(self.problem).round_work
+        max_work = MOST_ROUNDS * step if step <= LONGEST else 0
+        return Begun(replace(self, max_work=max_work, max_rounds=MOST_ROUNDS).bounds_s())
 
     def quick(self) -> PipelineBound:
         """What is known without paths."""
@@ -73,4 +99,39 @@ class OrderBound:
         )
 
     def _paths(self, problem: StageProblem) -> PathBound:
-        return PathBound(problem, self.warmup, self.floor, self.knows_halves, self.max_work)
+        return PathBound(
+            problem, self.warmup, self.floor, self.knows_halves, self.max_work, self.max_rounds
+        )
+
+
+@dataclass(slots=True)
+class Begun:
+    """A bound that is sharpened again and again, and goes on where it was left.
+
+    Args:
+        bounds_s: From :meth:`OrderBound.bounds_s`.
+
+    Attributes:
+        best_s: The best bound so far.
+    """
+
+    bounds_s: Iterator[tuple[float, int]]
+    best_s: float = 0.0
+
+    def more_s(self, work: int, enough_s: float) -> float:
+        """The best bound after more work.
+
+        Args:
+            work: Computes and messages, times rounds; one round at least.
+            enough_s: A bound from here on need not be sharper, and won't be.
+        """
+        for bound_s, round_work in self.bounds_s:
+            self.best_s = max(self.best_s, bound_s)
+            if self.best_s >= enough_s:
+                self.bounds_s = iter(())  # its program is large, and it is done with
+                break
+            if round_work:
+                work -= max(round_work, LEAST_WORK)
+            if work <= 0:
+                break
+        return self.best_s

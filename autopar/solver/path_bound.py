@@ -32,38 +32,27 @@ column generation algorithms", 2007; mixtures of paths are ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, TypeAlias
-
-from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopar.plan.types import ScheduleKind
+from autopar.solver.path_program import PathProgram
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor
-from autopar.solver.stages_problem import BlockMenu, Option, StageProblem
+from autopar.solver.stages_problem import StageProblem
 from autopar.solver.step_paths import Path, Term, paths_of
 
 MAX_ROUNDS = 48
 MAX_WORK = 1 << 17
-MAX_MOMENTS = 8  # rows (5) of a rank, spread evenly over its moments: fewer rows bound less
 MOST_PATHS = 1  # longest paths that become rows at once, beside their mixture
 STRIDE = 0.1  # of the way to an answer
 HEAT = 0.025  # of a mean stage's seconds, of mixtures of paths
-PRECISION = 2e-3  # rows that are exceeded by less are not added
 TOLERANCE = 1e-6  # of the solver: taken off, so that rounding never lifts the bound
-GIB = float(1 << 30)
 SPLITTING = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV)  # backwards are run in halves
 
 CUTS_EVERY = 8  # rounds after which the best stages are told
 
 Starts: TypeAlias = tuple[int, ...]
-Variable: TypeAlias = Any  # of a solver without stubs
-_OF_STATES: Mapping[Term, Callable[[BlockMenu], float]] = {
-    Term.GATHER: lambda block: block.gather_s,
-    Term.REDUCE: lambda block: 0.0 if block.num_reduces > 1 else block.reduce_s,
-    Term.EACH: lambda block: block.each_s,
-}
 
 
 @dataclass(slots=True)
@@ -77,6 +66,7 @@ class PathBound:
         knows_halves: Whether the menus tell how a backward divides into its halves; else they
             tell the most that its gradients of weights may take.
         max_work: Work limit: computes and messages of the step, times rounds of adding paths.
+        max_rounds: Most of them.
     """
 
     problem: StageProblem
@@ -84,6 +74,7 @@ class PathBound:
     floor: Floor = NO_FLOOR
     knows_halves: bool = True
     max_work: int = MAX_WORK
+    max_rounds: int = MAX_ROUNDS
 
     def least_s(self, enough_s: float = math.inf) -> float:
         """Seconds of a step, at least; infinite if no cut fits.
@@ -92,11 +83,20 @@ class PathBound:
             enough_s: A bound from here on need not be sharper.
         """
         found = 0.0
-        for bound_s, _ in self._rounds():
+        for bound_s in self.bounds_s():
             found = max(found, bound_s)
             if found >= enough_s:
                 break
         return found
+
+    def bounds_s(self) -> Iterator[float]:
+        """Round by round seconds of a step, at least; a later one may be less."""
+        return (bound_s for bound_s, _ in self._rounds())
+
+    @property
+    def round_work(self) -> int:
+        """Work of a round: computes and messages of the step."""
+        return 4 * self.problem.num_stages * self.problem.num_microbatches
 
     def likely_cuts(self) -> tuple[Starts, ...]:
         """Cuts near the best stages that were run on the way to the bound; maybe none.
@@ -106,7 +106,7 @@ class PathBound:
         """
         at: Sequence[float] = ()
         found: dict[Starts, None] = {}
-        for number, (_, at) in enumerate(self._rounds(), 1):
+        for number, (_, at) in enumerate(self._rounds(is_quick=False), 1):
             if at and number % CUTS_EVERY == 0:
                 found[self._rounded(at)] = None
         if at:
@@ -122,21 +122,24 @@ class PathBound:
             starts.append(max(least, min(round(at), n - (stages - stage))))
         return tuple(starts)
 
-    def _rounds(self) -> Iterator[tuple[float, Sequence[float]]]:
+    def _rounds(self, *, is_quick: bool = True) -> Iterator[tuple[float, Sequence[float]]]:
         """Round by round a bound, and the blocks before each stage but the first in the best run.
 
         The latter is empty while nothing was run.
+
+        Args:
+            is_quick: As of :class:`~autopar.solver.path_program.PathProgram`.
         """
         problem = self.problem
         if len(problem.blocks) < problem.num_stages:
             yield math.inf, ()
             return
-        program = _Program(self)
+        program = PathProgram(problem, self.floor, self.knows_halves, is_quick)
         for path in self._busy():
             program.add(path)
         value_s = program.solve()
         yield (value_s or 0.0) * (1 - TOLERANCE), ()
-        rounds = self.max_work // (4 * problem.num_stages * problem.num_microbatches)
+        rounds = min(self.max_work // self.round_work, self.max_rounds)
         if value_s is None or math.isinf(value_s) or rounds == 0:
             return  # so long a step is bounded by each rank's own work
         paths = paths_of(
@@ -150,7 +153,7 @@ class PathBound:
             program.add(path)
         n, stages = len(problem.blocks), problem.num_stages
         before = [n * s / stages for s in range(1, stages)]
-        for _ in range(min(rounds, MAX_ROUNDS)):
+        for _ in range(rounds):
             value_s = program.solve()
             if value_s is None:
                 break
@@ -199,291 +202,6 @@ class PathBound:
             yield path
 
 
-@dataclass(slots=True)
-class _Program:
-    """The linear program; numbers of rows as in the module's text."""
-
-    bound: PathBound
-    _solver: Any = field(init=False)
-    _time: Variable = field(init=False)
-    _update: Variable = field(init=False)
-    _unit_s: float = field(init=False)
-    _kinds: dict[str, list[int]] = field(default_factory=dict)
-    _counts: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
-    _forms: list[dict[tuple[str, int], Variable]] = field(default_factory=list)
-    _before: list[dict[str, Variable]] = field(default_factory=list)
-    _parts: dict[tuple[Term, int], Variable] = field(default_factory=dict)
-    _message_s: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        problem = self.bound.problem
-        for i, block in enumerate(problem.blocks):
-            self._kinds.setdefault(block.key, []).append(i)
-        total_s = sum(min(o.total_s for o in b.options) for b in problem.blocks)
-        self._unit_s = max(total_s / problem.num_stages, 1e-12)
-        self._solver = pywraplp.Solver.CreateSolver("GLOP")
-        infinity = self._solver.infinity()
-        self._time = self._solver.NumVar(0.0, infinity, "")
-        self._update = self._solver.NumVar(0.0, infinity, "")
-        self._solver.Objective().SetCoefficient(self._time, 1.0)
-        self._solver.Objective().SetCoefficient(self._update, 1.0)
-        self._solver.Objective().SetMinimization()
-        for _ in range(problem.num_stages):
-            self._counts.append(
-                {
-                    (kind, o): self._solver.NumVar(0.0, len(members), "")
-                    for kind, members in self._kinds.items()
-                    for o in _useful(problem.blocks[members[0]].options)
-                }
-            )
-        self._choose_forms()
-        self._deal()
-        self._stay_together()
-        self._memory()
-        self._stage_seconds()
-        self._updates()
-        ranges = (self._range(s) for s in range(1, problem.num_stages))
-        self._message_s = [
-            0.0, *(min(problem.boundary_s[low - 1 : high]) for low, high in ranges)
-        ]  # fmt: skip
-
-    def _block(self, kind: str) -> BlockMenu:
-        return self.bound.problem.blocks[self._kinds[kind][0]]
-
-    def _option(self, kind: str, option: int) -> Option:
-        return self._block(kind).options[option]
-
-    def _row(self, low: float, high: float, terms: Mapping[Variable, float]) -> None:
-        row = self._solver.Constraint(low, high)
-        for variable, factor in terms.items():
-            row.SetCoefficient(variable, factor)
-
-    def _choose_forms(self) -> None:
-        """Rows (2a)."""
-        problem = self.bound.problem
-        for stage in range(problem.num_stages if problem.forms else 0):
-            forms = problem.given_forms[stage : stage + 1] or range(len(problem.forms))
-            row = {
-                (kind, form): self._solver.NumVar(0.0, len(members), "")
-                for kind, members in self._kinds.items()
-                for form in forms
-            }
-            self._forms.append(row)
-            for kind in self._kinds:
-                terms = {v: 1.0 for (k, _), v in self._counts[stage].items() if k == kind}
-                terms |= {v: -1.0 for (k, _), v in row.items() if k == kind}
-                self._row(0.0, 0.0, terms)
-
-    def _of_states(
-        self, stage: int, amount: Callable[[BlockMenu], float]
-    ) -> list[tuple[Variable, float]]:
-        """What the blocks of a stage take whatever they recompute, as factors of variables."""
-        if not self._forms:
-            return [(v, amount(self._block(k))) for (k, _), v in self._counts[stage].items()]
-        menus = self.bound.problem.forms
-        return [
-            (v, amount(menus[form][self._kinds[k][0]]))
-            for (k, form), v in self._forms[stage].items()
-        ]
-
-    # -- blocks --------------------------------------------------------------------------------
-    def _range(self, stage: int) -> tuple[int, int]:
-        """The least and the most blocks that come before a stage."""
-        problem = self.bound.problem
-        if problem.fixed_starts is not None:
-            starts = (0, *problem.fixed_starts, len(problem.blocks))
-            return starts[stage], starts[stage]
-        n, most = len(problem.blocks), problem.most_blocks
-        after = problem.num_stages - stage
-        return max(stage, n - after * most), min(n - after, stage * most)
-
-    def _deal(self) -> None:
-        """Rows (2) and (3)."""
-        problem = self.bound.problem
-        for row in self._counts:
-            self._row(1.0, problem.most_blocks, dict.fromkeys(row.values(), 1.0))
-        for stage in range(1, problem.num_stages):
-            low, high = self._range(stage)
-            before = {kind: self._solver.NumVar(0.0, high, "") for kind in self._kinds}
-            self._row(low, high, dict.fromkeys(before.values(), 1.0))
-            self._before.append(before)
-        for kind, members in self._kinds.items():
-            for stage, row in enumerate(self._counts):
-                terms = {v: 1.0 for (k, _), v in row.items() if k == kind}
-                total = 0.0
-                if stage > 0:
-                    terms[self._before[stage - 1][kind]] = 1.0
-                if stage + 1 < problem.num_stages:
-                    terms[self._before[stage][kind]] = -1.0
-                else:
-                    total = float(len(members))
-                self._row(total, total, terms)
-
-    def _stay_together(self) -> None:
-        """Rows (4)."""
-        problem = self.bound.problem
-        infinity = self._solver.infinity()
-        for kind in self._kinds:
-            known = [0]
-            for block in problem.blocks:
-                known.append(known[-1] + (block.key == kind))
-            for stage, before in enumerate(self._before, 1):
-                low, high = self._range(stage)
-                part = known[low : high + 1]
-                for sign in (1.0, -1.0):  # above the lower hull, below the upper one
-                    for slope, at in _hull([sign * count for count in part]):
-                        offset = sign * part[at] - slope * (low + at)
-                        terms = {v: sign * (k == kind) - slope for k, v in before.items()}
-                        self._row(offset, infinity, terms)
-
-    def _memory(self) -> None:
-        """Rows (5)."""
-        problem = self.bound.problem
-        ends = {0: problem.blocks[0], problem.num_stages - 1: problem.blocks[-1]}
-        least = min(o.transient_bytes for b in problem.blocks for o in b.options)
-        for device in range(problem.pp):
-            stages = problem.stages_of(device)
-            own = [min(o.transient_bytes for o in ends[s].options) for s in stages if s in ends]
-            room = problem.limit_bytes - problem.base_bytes - max([least, *own])
-            moments = problem.moments(device)
-            for moment in moments[:: -(-len(moments) // MAX_MOMENTS)]:
-                terms: dict[Variable, float] = {}
-                for s in stages:
-                    terms |= dict(self._of_states(s, lambda b: b.state_bytes / GIB))
-                    alive = moment.get(s)
-                    if alive is None:
-                        continue
-                    for (kind, o), variable in self._counts[s].items():
-                        held = self._option(kind, o).alive_bytes(alive, s) / GIB
-                        terms[variable] = terms.get(variable, 0.0) + held
-                self._row(-self._solver.infinity(), room / GIB, terms)
-
-    # -- seconds -------------------------------------------------------------------------------
-    def _stage_seconds(self) -> None:
-        """Variables for what every stage takes, in units of a mean stage."""
-        infinity = self._solver.infinity()
-        slack: dict[Variable, float] = {}
-        fastest = {k: min(o.total_s for o in self._block(k).options) for k in self._kinds}
-        for s, row in enumerate(self._counts):
-            for (k, o), v in row.items():  # what is made again comes on top of the floor
-                slack[v] = (fastest[k] - self._option(k, o).total_s) / self._unit_s
-            for term, name in ((Term.FORWARD, "forward_s"), (Term.BACKWARD, "backward_s")):
-                part = self._parts[term, s] = self._solver.NumVar(0.0, infinity, "")
-                terms = {
-                    v: getattr(self._option(k, o), name) / self._unit_s for (k, o), v in row.items()
-                }
-                self._row(-infinity, 0.0, {**terms, part: -1.0})
-                slack[part] = 1.0
-            half = self._parts[Term.WEIGHTS, s] = self._solver.NumVar(0.0, infinity, "")
-            if s == 0 and self.bound.knows_halves:
-                self._row(0.0, 0.0, {half: 1.0, self._parts[Term.BACKWARD, s]: -1.0})
-            elif self.bound.knows_halves:
-                terms = {v: self._option(k, o).weight_s / self._unit_s for (k, o), v in row.items()}
-                self._row(0.0, 0.0, {**terms, half: -1.0})
-            else:
-                terms = {}
-                if s > 0:
-                    options = {v: self._option(k, o) for (k, o), v in row.items()}
-                    terms = {
-                        v: (o.backward_s - o.weight_s) / self._unit_s for v, o in options.items()
-                    }
-                whole = self._parts[Term.BACKWARD, s]
-                self._row(-infinity, 0.0, {**terms, half: 1.0, whole: -1.0})
-        if self.bound.floor.total_s:
-            self._row(self.bound.floor.total_s / self._unit_s, infinity, slack)
-
-    def _updates(self) -> None:
-        for device in range(self.bound.problem.pp):
-            terms = {
-                v: update_s / self._unit_s
-                for s in self.bound.problem.stages_of(device)
-                for v, update_s in self._of_states(s, lambda b: b.update_s)
-            }
-            self._row(-self._solver.infinity(), 0.0, {**terms, self._update: -1.0})
-
-    def _terms(self, path: Path) -> tuple[dict[Variable, float], float]:
-        """A path as factors of variables, and seconds that do not depend on them."""
-        terms: dict[Variable, float] = {}
-        constant_s = 0.0
-
-        def add(variable: Variable, factor: float) -> None:
-            terms[variable] = terms.get(variable, 0.0) + factor
-
-        for (term, s), count in path.items():
-            if term is Term.MESSAGE:
-                constant_s += count * self._message_s[s]
-            elif term is Term.INPUTS:
-                add(self._parts[Term.BACKWARD, s], count)
-                add(self._parts[Term.WEIGHTS, s], -count)
-            elif term in _OF_STATES:
-                for variable, time_s in self._of_states(s, _OF_STATES[term]):
-                    add(variable, count * time_s / self._unit_s)
-            else:
-                add(self._parts[term, s], count)
-        return terms, constant_s
-
-    def add(self, path: Path) -> None:
-        """A row (1)."""
-        terms, constant_s = self._terms(path)
-        factors = {variable: -factor for variable, factor in terms.items()}
-        infinity = self._solver.infinity()
-        self._row(constant_s / self._unit_s, infinity, {**factors, self._time: 1.0})
-
-    def add_exceeded(self, paths: Sequence[Path]) -> bool:
-        """Rows (1) of those paths that the last answer exceeds; whether there were any."""
-        time = self._time.solution_value()
-        exceeded = []
-        for path in paths:
-            terms, constant_s = self._terms(path)
-            length = constant_s / self._unit_s
-            length += sum(factor * v.solution_value() for v, factor in terms.items())
-            if length > time * (1 + PRECISION):
-                exceeded.append(path)
-        for path in exceeded:
-            self.add(path)
-        return bool(exceeded)
-
-    def solve(self) -> float | None:
-        """Seconds; infinite if nothing fits, None if the solver gave up."""
-        status = self._solver.Solve()
-        if status not in (pywraplp.Solver.INFEASIBLE, pywraplp.Solver.OPTIMAL):
-            kinds = pywraplp.MPSolverParameters  # once more, without what the last answer left
-            parameters = kinds()
-            parameters.SetIntegerParam(kinds.INCREMENTALITY, kinds.INCREMENTALITY_OFF)
-            status = self._solver.Solve(parameters)
-        if status == pywraplp.Solver.INFEASIBLE:
-            return math.inf
-        if status != pywraplp.Solver.OPTIMAL:
-            return None
-        return float(self._solver.Objective().Value()) * self._unit_s
-
-    def seconds(self) -> list[list[float]]:
-        """Seconds by term and stage, of the last answer."""
-        stages = range(self.bound.problem.num_stages)
-        forward, backward, weights = (
-            [max(0.0, self._parts[term, s].solution_value()) * self._unit_s for s in stages]
-            for term in (Term.FORWARD, Term.BACKWARD, Term.WEIGHTS)
-        )
-        inputs = [max(0.0, b - w) for b, w in zip(backward, weights, strict=True)]
-        gather, reduce, each = (
-            [sum(t * v.solution_value() for v, t in self._of_states(s, amount)) for s in stages]
-            for amount in _OF_STATES.values()
-        )
-        return [forward, backward, inputs, weights, gather, reduce, self._message_s, each]
-
-    def before(self) -> list[float]:
-        """Blocks before stages 1, 2, ..., in the last answer."""
-        return [sum(v.solution_value() for v in row.values()) for row in self._before]
-
-    def even_seconds(self) -> list[list[float]]:
-        """Seconds by term and stage if all stages were the mean of the last answer's."""
-        rows = self.seconds()
-        return [
-            row if term == Term.MESSAGE else [sum(row) / len(row)] * len(row)
-            for term, row in enumerate(rows)
-        ]
-
-
 def _between(
     center: Sequence[Sequence[float]], answer: Sequence[Sequence[float]]
 ) -> list[list[float]]:
@@ -492,39 +210,3 @@ def _between(
         [(1 - STRIDE) * a + STRIDE * b for a, b in zip(*rows, strict=True)]
         for rows in zip(center, answer, strict=True)
     ]
-
-
-def _useful(options: Sequence[Option]) -> list[int]:
-    """Options that no mixture of others beats; all of them where they differ by more than bytes."""
-    keep = sorted(range(len(options)), key=lambda o: (options[o].total_s, options[o].saved_bytes))
-    if len({(o.forward_s, o.weight_s, o.held_bytes) for o in options}) > 1:
-        return keep
-    hull: list[int] = []
-    for at in keep:
-        if hull and options[at].saved_bytes >= options[hull[-1]].saved_bytes:
-            continue
-        while len(hull) > 1 and _is_above(*(options[o] for o in (hull[-2], hull[-1], at))):
-            hull.pop()
-        hull.append(at)
-    return hull
-
-
-def _is_above(a: Option, b: Option, c: Option) -> bool:
-    """Whether ``b`` lies on or above the line from ``a`` to ``c``."""
-    left = (b.total_s - a.total_s) * (a.saved_bytes - c.saved_bytes)
-    return left >= (c.total_s - a.total_s) * (a.saved_bytes - b.saved_bytes)
-
-
-def _hull(values: Sequence[float]) -> list[tuple[float, int]]:
-    """Segments of the lower hull of a sequence: slope, and a place where the segment begins."""
-    hull: list[int] = []
-    for at in range(len(values)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            if (values[b] - values[a]) * (at - a) < (values[at] - values[a]) * (b - a):
-                break
-            hull.pop()
-        hull.append(at)
-    if len(hull) == 1:
-        return [(0.0, 0)] if len(values) == 1 else []
-    return [((values[b] - values[a]) / (b - a), a) for a, b in pairwise(hull)]

@@ -9,7 +9,8 @@ The bound of a shape is a lower bound on its simulated step, sharper with more e
 2. the same with operators on its own micro-batches;
 3. the same with what its mixed-integer program adds: no choice of splits has less work;
 4. the same with how long ranks wait for each other in its orders
-   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; 5 with more of its paths.
+   (:mod:`autopar.solver.order_bound`), as sharp as is asked for; with each level from here on more
+   of its paths.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
 from autopar.solver.cuts import better_stages
 from autopar.solver.lanes import Lanes
-from autopar.solver.order_bound import OrderBound
+from autopar.solver.order_bound import Begun, OrderBound
 from autopar.solver.own_splits import OwnSplits, are_alike
 from autopar.solver.parameter_costs import ParameterCost, parameter_costs
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
@@ -54,9 +55,9 @@ from autopar.solver.state_forms import alike, useful
 from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
-WORK = (1 << 15, 1 << 17)  # of adding paths, by effort beyond the early ones
 EARLY_EFFORTS = 4
-EFFORTS = EARLY_EFFORTS + len(WORK)
+EFFORTS = EARLY_EFFORTS + 64
+WORK = 1 << 15  # of adding paths, for each effort beyond the early ones
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
@@ -92,6 +93,7 @@ class Ranker:
     _uncut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _least: dict[object, Chain] = field(default_factory=dict)
     _forms: dict[object, tuple[Chain, ...]] = field(default_factory=dict)
+    _begun: dict[Shape, Begun] = field(default_factory=dict)
     _costs: dict[object, list[ParameterCost]] = field(default_factory=dict)
     _cut_bytes: dict[object, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -124,7 +126,7 @@ class Ranker:
         if effort > 2:
             self.bodies.solved(body)
         if effort >= EARLY_EFFORTS:
-            return self._waiting_s(shape, body, WORK[effort - EARLY_EFFORTS], enough_s)
+            return self._waiting_s(shape, body, enough_s)
         found_s = self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
         if effort == 2 and found_s < enough_s:
             self.bodies.expect(body, found_s)  # the least bounds are the next to be sharpened
@@ -136,13 +138,14 @@ class Ranker:
     ) -> float:
         return self._pipeline(shape, self._free_levels(shape, body, share), floor).least_s()
 
-    def _waiting_s(self, shape: Shape, body: Body, work: int, enough_s: float) -> float:
+    def _waiting_s(self, shape: Shape, body: Body, enough_s: float) -> float:
         """With what ranks wait for each other in the orders of a shape."""
         if shape.mesh.pp == 1:
             return 0.0
-        orders = self._orders(shape, self._free_levels(shape, body))
-        orders = replace(orders, floor=body.floor, knows_halves=False, max_work=work)
-        return orders.least_s(enough_s)
+        if shape not in self._begun:
+            orders = self._orders(shape, self._free_levels(shape, body))
+            self._begun[shape] = replace(orders, floor=body.floor, knows_halves=False).begun()
+        return self._begun[shape].more_s(WORK, enough_s)
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches

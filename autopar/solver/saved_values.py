@@ -61,14 +61,17 @@ class SavedValues:
             if s is not None
         }
         self._forward = {n for block in analysis.chain.blocks for n in block.forward}
+        rows = [
+            dict.fromkeys(k for n in block.backward if n in group_of for k in self._read(n))
+            for block in analysis.chain.blocks
+        ]
+        entering = crossing.difference(*rows)  # counted once, with the first block that needs it
         seen: set[str] = set()
         self._values = []
-        for block in analysis.chain.blocks:
-            readers = [name for name in block.backward if name in group_of]
-            keys = dict.fromkeys(key for name in readers for key in self._read(name))
+        for keys in rows:
             read = [key for key in keys if key not in seen and self._base(key) in group_of]
             seen.update(keys)
-            self._values.append(self._cone(read, crossing, spares))
+            self._values.append(self._cone(read, crossing, entering, spares))
         self._held = HeldValues(analysis, structure, crossing, spares)
 
     @staticmethod
@@ -96,21 +99,35 @@ class SavedValues:
                 yield key
 
     def _cone(
-        self, read: list[str], crossing: set[str], spares: Mapping[str, tuple[int, ...]]
+        self,
+        read: list[str],
+        crossing: set[str],
+        entering: set[str],
+        spares: Mapping[str, tuple[int, ...]],
     ) -> tuple[Value, ...]:
-        """What backward reads of a block, and what of the same block that is made from."""
+        """What backward reads of a block, and what that is made from.
+
+        Args:
+            read: What backward reads.
+            crossing: Values that cross from block to block.
+            entering: Those of them that no backward reads and no block has counted yet; without
+                those that this one counts when it is done.
+            spares: Makers of those that may be made again.
+        """
         place = {key: at for at, key in enumerate(read)}
         operands: list[tuple[int, ...]] = []
         for key in (order := list(read)):
             found: list[int] = []
             for operand in () if key in crossing else dict.fromkeys(self._read(self._base(key))):
-                is_new = operand not in place and operand not in crossing
+                is_new = operand not in place
+                is_new &= operand not in crossing or operand in entering
                 if is_new and self._base(operand) in self._group_of:
                     place[operand] = len(order)
                     order.append(operand)
                 if operand in place:
                     found.append(place[operand])
             operands.append(tuple(found))
+        entering.difference_update(order)
         return tuple(
             Value(
                 variable=self._group_of[self._base(key)],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from autopar.plan.orders import order_of
 from autopar.plan.types import ScheduleKind
+from autopar.solver.order_bound import OrderBound
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.stages_problem import BlockMenu, memory_bytes
@@ -85,6 +87,22 @@ def test_the_path_bound_is_below_every_plan_and_near_the_best(seed: int):
         assert found <= best * (1 + ROUNDING), problem.schedule
         assert found >= 0.6 * best, problem.schedule
         assert PathBound(problem).least_s(best / 2) >= best / 2  # enough is enough
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_goes_on_where_it_was_left(seed: int):
+    """Step by step it rises, never above a plan, to what it is when found at once."""
+    for problem in shapes_of(seed, most_blocks=5):
+        best = min(p.time_s for p in every_plan(problem))
+        splits = problem.schedule.splits_backward
+        bound = OrderBound(problem=problem, is_open=False, may_split=splits)
+        begun = bound.begun()
+        rising = [begun.more_s(1, inf) for _ in range(60)]
+        assert rising == sorted(rising)
+        assert rising[-1] <= best * (1 + ROUNDING), problem.schedule
+        assert rising[-1] >= bound.least_s() * (1 - 1e-9)
+        assert begun.more_s(1 << 30, inf) == begun.best_s  # it has come to its end
+        assert bound.begun().more_s(1 << 30, rising[-1] / 2) >= rising[-1] / 2
 
 
 def test_a_path_names_what_it_has_of_each_term():

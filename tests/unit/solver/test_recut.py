@@ -11,7 +11,7 @@ import pytest
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.bodies import repeating_unit
 from autopar.solver.greedy_stages import first_choice
-from autopar.solver.master import Master
+from autopar.solver.master import MAX_SHARPENED, Master
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor, PipelineBound
 from autopar.solver.recut import Recut, even_starts
@@ -264,6 +264,34 @@ def test_bounds_of_what_was_opened_first_are_sharpened_afterwards():
     assert master.bound_s == pytest.approx(0.8)
     # the last effort is for what a known plan may exclude
     assert all(enough_s == 1.0 for _, effort, enough_s in space.asked if effort == 2)
+
+
+class PatientSpace(NumberedSpace):
+    """Bounds rise by a hundredth with each effort up to what is told."""
+
+    early_efforts, efforts = 2, 1000
+
+    def bound_s(self, shape: int, effort: int, enough_s: float) -> float:
+        self.asked.append((shape, effort, enough_s))
+        first_s, _, most_s = self.table[shape][0]
+        return min(most_s, first_s + 0.01 * max(0, effort - 1))
+
+
+def test_the_least_bound_is_sharpened_whichever_it_is_while_the_work_lasts():
+    table = {
+        0: ((0.5, 0.5, 0.8), 1.0, 1.0),
+        1: ((0.6, 0.6, 2.0), 1.5, 1.5),
+        2: ((0.7, 0.7, 2.0), 1.6, 1.6),
+    }
+    space = PatientSpace(table)
+    master: Master[int, Guess, Guess] = Master(space)
+    assert master.run(range(3)) is not None
+    # 30 efforts for the first, 20 and 10 for the others until they are as high; then it is final
+    assert master.bound_s == pytest.approx(0.8)
+    late = [shape for shape, effort, _ in space.asked if effort >= 2]
+    assert 20 <= late.count(1) <= 22
+    assert 10 <= late.count(2) <= 12
+    assert len(late) == MAX_SHARPENED
 
 
 def test_shapes_with_a_worse_outlook_are_set_aside_and_their_bounds_count():
