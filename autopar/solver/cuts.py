@@ -23,7 +23,8 @@ from autopar.solver.stages_problem import (
 
 LONG_CHAIN = 1_000  # blocks
 FIRST_TRIALS = 48  # choices that are run for a first choice, at most
-FIRST_THINGS = 12_000  # computes of all of them
+FIRST_THINGS = 4_000  # computes of all of them, and what fitting their blocks is worth
+OF_A_BLOCK = 4  # computes that take as long as fitting one block
 FEWEST_TRIALS = 8  # fewer of them seldom find anything
 
 Starts = tuple[int, ...]
@@ -81,7 +82,7 @@ def better_stages(problem: StageProblem, *starts: Starts) -> StageSolution | Non
 def _trials(problem: StageProblem) -> int:
     """Choices that may be run."""
     computes = 2 * problem.num_stages * sum(n for n, _ in sampled_counts(problem))
-    return min(FIRST_TRIALS, FIRST_THINGS // computes)
+    return min(FIRST_TRIALS, FIRST_THINGS // (computes + OF_A_BLOCK * len(problem.blocks)))
 
 
 def _faster(
