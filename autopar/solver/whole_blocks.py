@@ -17,12 +17,16 @@ the cutting-stock problem", 1961, with all columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]  # has no stubs
 
 PRECISION = 1e-3  # of the bisection, relative
+RESOLUTION = 1e-4  # of the largest block's seconds: chains are alike up to this
+KEPT = 4_096  # answers
 SLACK = 1e-6  # ranks that the solver may be off by
 MAX_SHARES = 4_000  # work limit: a chain with more has the mean as its bound
 LIGHT = 0.1  # of a mean block's seconds
@@ -55,6 +59,18 @@ class WholeBlocks:
         Args:
             ranks: How many ranks share the blocks.
         """
+        unit_s = max(self.seconds)
+        if unit_s <= 0:
+            return 0.0
+        # shapes of other batches have the same blocks at another scale: such a chain is solved once
+        scaled = replace(
+            self,
+            seconds=tuple(_rounded_down(t / unit_s) for t in self.seconds),
+            gain_s=_rounded_down(self.gain_s / unit_s),
+        )
+        return unit_s * _least_busiest_s(scaled, ranks)
+
+    def _bisected_s(self, ranks: int) -> float:
         mean_s = sum(n * t for n, t in zip(self.counts, self.seconds, strict=True)) / ranks
         low, high = mean_s, 2.0 * mean_s + max(self.seconds)
         while high - low > PRECISION * high:
@@ -138,6 +154,17 @@ class WholeBlocks:
             for share in shares
             if not any((*share[:k], n + 1, *share[k + 1 :]) in shares for k, n in enumerate(share))
         ]
+
+
+def _rounded_down(ratio: float) -> float:
+    """To few digits; less work has a lower bound."""
+    return math.floor(ratio / RESOLUTION) * RESOLUTION
+
+
+@lru_cache(maxsize=KEPT)
+def _least_busiest_s(whole: WholeBlocks, ranks: int) -> float:
+    """See :meth:`WholeBlocks.least_busiest_s`; the last ones are kept."""
+    return whole._bisected_s(ranks)
 
 
 def whole_blocks(

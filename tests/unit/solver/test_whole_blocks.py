@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from autopar.plan.types import MeshShape, StagePlacement
-from autopar.solver.whole_blocks import WholeBlocks, whole_blocks
+from autopar.solver.whole_blocks import RESOLUTION, WholeBlocks, whole_blocks
 
 
 def every_deal_s(
@@ -93,4 +93,11 @@ def test_kinds_that_stand_in_turn_are_not_sorted_out():
 
 def test_a_chain_with_too_many_shares_has_the_mean():
     many = WholeBlocks(counts=(40,) * 4, seconds=(1.0, 1.1, 1.2, 1.3))
-    assert many.least_busiest_s(2) == pytest.approx(20 * 4.6)
+    mean_s = 20 * 4.6
+    assert mean_s * (1 - 2 * RESOLUTION) < many.least_busiest_s(2) <= mean_s
+
+
+def test_a_chain_at_another_scale_has_the_same_answer_at_that_scale():
+    one = WholeBlocks(counts=(9, 9, 1), seconds=(1.0, 1.7, 3.1), unit=2, runs=2, gain_s=0.4)
+    other = WholeBlocks(counts=(9, 9, 1), seconds=(0.25, 0.425, 0.775), unit=2, runs=2, gain_s=0.1)
+    assert one.least_busiest_s(4) == pytest.approx(4 * other.least_busiest_s(4), rel=1e-9)
