@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_tracing = threading.RLock()  # torch traces with state of the process: one model at a time
 _TRACE_SEED = 0x6175746F  # unlikely to be a seed that a model sets
 
 
@@ -245,6 +247,7 @@ def capture(
     mode = fake_mode()
     traced = _TracedCall(model, call, loss, train)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_tracing)
         stack.enter_context(_fake_state(model, mode, train=train))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_neutral_autocast(assumptions))

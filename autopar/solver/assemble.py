@@ -12,6 +12,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.solver.analysis import Analysis
 from autopar.solver.constraints import applied_constraints
 from autopar.solver.exact import ExactFigures
+from autopar.solver.given import constraint_words
 from autopar.solver.host_room import HostShortage
 from autopar.solver.ranked import Misfit, Ranked
 from autopar.solver.row_budgets import row_budgets
@@ -99,7 +100,8 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
             "measured: calls, ranks that share cores, waiting for slower ones; told as waiting"
         )
     if used < total:
-        assumptions.append(f"{total - used} of {total} devices stay idle: using them is slower")
+        why = _idle_words(analysis)
+        assumptions.append(f"{total - used} of {total} devices stay idle: {why}")
     if field.stopped_by:
         assumptions.append(f"the search was stopped by its limit of {field.stopped_by}")
     return Plan(
@@ -131,6 +133,15 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
         provenance={"prices": analysis.model.source, "splits": winner.ranked.splits.status},
         links=link_words(analysis.cluster, shape.mesh),
     )
+
+
+def _idle_words(analysis: Analysis) -> str:
+    """Why some devices have nothing to do."""
+    wish = analysis.constraints
+    given = {n: getattr(wish, n) for n in ("dp", "tp", "pp") if getattr(wish, n) is not None}
+    if given:
+        return f"no faster plan was found with {constraint_words(given)}"
+    return "using them is slower"
 
 
 def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:

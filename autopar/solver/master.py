@@ -32,6 +32,7 @@ MAX_IMPROVED = 8  # and with those that keep the model's gap open
 NUM_JUDGED = 3
 MAX_JUDGED = 6
 NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
+FLATTERED = 1.05  # a judged time is so many times an estimate that keeps no others from being tried
 NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
@@ -152,6 +153,7 @@ class _Opened(Generic[S, C]):
     is_judged: bool = False
     is_misfit: bool = False
     is_by_hand: bool = False
+    real_s: float = inf
 
 
 @dataclass(slots=True, order=True)
@@ -188,6 +190,7 @@ class Master(Generic[S, C, V]):
     _aside: list[_Waiting[S]] = field(default_factory=list)
     _opened: list[_Opened[S, C]] = field(default_factory=list)
     _empty: list[_Waiting[S]] = field(default_factory=list)
+    _candidates: list[C] = field(default_factory=list)  # of the verdicts
     _num_shapes: int = 0
     _num_sharpened: int = 0
     _num_reopened: int = 0
@@ -210,27 +213,45 @@ class Master(Generic[S, C, V]):
             self._improve()
             self._judge()
             self._judge_by_hand()
-            winner = min((v for v in self.verdicts if v.fits), key=lambda v: v.step_s, default=None)
-            real_s = self._real_s()
-            if winner is not None and not self._is_flattered(real_s):
+            winner = self._winner()
+            known_s = self._known_s()
+            if winner is not None and not self._is_flattered(known_s):
                 return winner
-            self._take_back(real_s)
+            self._take_back(known_s)
             if self.stopped_by or (winner is None and not self._heap):
                 self._judge(everything=True)
-                fitting = [v for v in self.verdicts if v.fits]
-                return min(fitting, key=lambda v: v.step_s, default=None)
+                return self._winner()
             self._open_more()
 
-    def _real_s(self) -> float:
-        """The best estimate of what fits; infinite if nothing does."""
-        fitting = (o.candidate.estimate_s for o in self._opened if o.is_judged and not o.is_misfit)
-        return min(fitting, default=inf)
+    def _winner(self) -> V | None:
+        """The fastest that fits; among equals the one that is preferred."""
 
-    def _is_flattered(self, real_s: float) -> bool:
-        """Whether an estimate of what does not fit may have kept shapes from being opened."""
+        def key(at: int) -> tuple[float, int, int, int, str]:
+            time_s = float(f"{self.verdicts[at].step_s:.6e}")
+            return time_s, *self.space.preference(self._candidates[at])[1:]
+
+        fitting = [at for at, verdict in enumerate(self.verdicts) if verdict.fits]
+        return self.verdicts[min(fitting, key=key)] if fitting else None
+
+    def _known_s(self) -> float:
+        """Seconds that shapes were to beat, as far as they are real; infinite if nothing fits.
+
+        The best estimate of what fits; the best time that was judged, where that is far more.
+        """
+        fitting = [o for o in self._opened if o.is_judged and not o.is_misfit]
+        estimate_s = min((o.candidate.estimate_s for o in fitting), default=inf)
+        real_s = min((o.real_s for o in fitting), default=inf)
+        return real_s if real_s > FLATTERED * estimate_s else estimate_s
+
+    def _is_flattered(self, known_s: float) -> bool:
+        """Whether an estimate that did not come true may have kept shapes from being opened."""
         self._num_reopened += 1
-        misfits = (o.candidate.estimate_s for o in self._opened if o.is_misfit)
-        is_flattered = min(misfits, default=inf) < real_s * (1 - SLACK)
+        untrue = (
+            o.candidate.estimate_s
+            for o in self._opened
+            if o.is_misfit or (o.is_judged and o.real_s > FLATTERED * o.candidate.estimate_s)
+        )
+        is_flattered = min(untrue, default=inf) < known_s * (1 - SLACK)
         return is_flattered and self._num_reopened <= MAX_REOPENED
 
     @property
@@ -278,7 +299,8 @@ class Master(Generic[S, C, V]):
         """What was set aside and is to be opened next; None if nothing comes near."""
         rows = self._aside
         if not must:
-            rows = [w for w in rows if w.outlook_s <= HOPE * best_s and w.bound_s <= best_s]
+            reach_s = best_s * (1 + SLACK)  # what is as fast may be simpler
+            rows = [w for w in rows if w.outlook_s <= HOPE * best_s and w.bound_s <= reach_s]
         return min(rows, key=lambda w: (w.outlook_s, w.index), default=None)
 
     def _taken(self, best_s: float) -> _Waiting[S] | None:
@@ -295,7 +317,7 @@ class Master(Generic[S, C, V]):
             if not isfinite(first.outlook_s):
                 self._leave_out(first, best_s)
                 return None
-            if first.outlook_s > best_s:
+            if first.outlook_s > best_s * (1 + SLACK):
                 self._aside.append(first)
                 return None
         return first
@@ -313,15 +335,15 @@ class Master(Generic[S, C, V]):
         waiting.known_s = known_s
         self._empty.append(waiting)
 
-    def _take_back(self, real_s: float) -> None:
-        """What was left out beside a plan that turned out not to fit is to be opened again.
+    def _take_back(self, known_s: float) -> None:
+        """What was left out beside an estimate that did not come true is to be opened again.
 
         Args:
-            real_s: Best estimate of what fits: what was left out beside that stays where it is.
+            known_s: What shapes are to beat: what was left out beside that stays where it is.
         """
-        back = [w for w in self._empty if isfinite(w.known_s) and w.known_s < real_s]
-        self._empty = [w for w in self._empty if not (isfinite(w.known_s) and w.known_s < real_s)]
-        if not isfinite(real_s):
+        back = [w for w in self._empty if isfinite(w.known_s) and w.known_s < known_s]
+        self._empty = [w for w in self._empty if not (isfinite(w.known_s) and w.known_s < known_s)]
+        if not isfinite(known_s):
             back, self._aside = [*back, *self._aside], []
         for waiting in back:
             heapq.heappush(self._heap, waiting)
@@ -336,8 +358,15 @@ class Master(Generic[S, C, V]):
         return True
 
     def _best_s(self) -> float:
-        """The best estimate of what is not known to be a misfit."""
-        return min((o.candidate.estimate_s for o in self._opened if not o.is_misfit), default=inf)
+        """The best estimate of what is not known to be a misfit; its time where it was judged."""
+        rows = (o for o in self._opened if not o.is_misfit)
+        return min((self._time_s(o) for o in rows), default=inf)
+
+    @staticmethod
+    def _time_s(row: _Opened[S, C]) -> float:
+        """An estimate, unless it is known to flatter."""
+        is_untrue = row.is_judged and row.real_s > FLATTERED * row.candidate.estimate_s
+        return row.real_s if is_untrue else row.candidate.estimate_s
 
     def _unjudged(self) -> list[_Opened[S, C]]:
         return [o for o in self._opened if not o.is_judged]
@@ -443,15 +472,20 @@ class Master(Generic[S, C, V]):
     def _judge_one(self, row: _Opened[S, C]) -> None:
         verdict = self.space.judge(row.candidate)
         row.is_judged, row.is_misfit = True, not verdict.fits
+        row.real_s = verdict.step_s if verdict.fits else inf
         self.verdicts.append(verdict)
+        self._candidates.append(row.candidate)
 
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
-        best_s, before = self._best_s(), sum(v.fits for v in self.verdicts)
+        before = sum(v.fits for v in self.verdicts)
+        reach_s, known_s = NEAR * self._best_s(), self._known_s()
+        if isfinite(known_s):  # where estimates flatter, all below what is real may be faster
+            reach_s = max(reach_s, known_s)
         for num_judged, row in enumerate(rows):
             num_fitting = sum(v.fits for v in self.verdicts)
             if num_fitting - before >= NUM_JUDGED or (
-                num_fitting and row.candidate.estimate_s > NEAR * best_s
+                num_fitting and row.candidate.estimate_s > reach_s
             ):
                 break
             if num_judged >= MAX_JUDGED and (num_fitting or not everything):

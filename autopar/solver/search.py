@@ -286,6 +286,8 @@ class MeshSearch:
 
     def outlook_s(self, shape: Shape, best_s: float) -> float:
         """Seconds of the plan that is likely to be found for a shape."""
+        if shape.mesh.num_ranks == 1:
+            return 0.0  # nothing to split and nothing to cut: it is worked out at once
         try:
             found = self._ranker.outlook_s(shape, best_s)
         except (ShardingError, ConstraintError, InfeasibleError) as error:

@@ -366,3 +366,23 @@ def test_opening_goes_on_where_what_ended_it_does_not_fit():
     assert winner is not None
     assert winner.number == 0
     assert 4 not in honest.opened
+
+
+def test_shapes_are_tried_that_an_estimate_which_did_not_come_true_kept_out():
+    table = {n: ((0.5, 0.5, 0.5), 1.0 + n / 10, 3.0 - n / 10) for n in range(4)}
+    table[4] = ((0.5, 0.5, 0.5), 1.4, 1.5)  # the fastest; the others flatter themselves
+    winner = Master[int, Guess, Guess](NumberedSpace(table)).run([0], range(1, 5))
+    assert winner is not None
+    assert winner.number == 4
+
+
+def test_of_plans_that_take_as_long_the_preferred_one_wins():
+    table = {n: ((1.0, 1.0, 1.0), 1.0, 2.0 + n * 1e-12) for n in (3, 1, 2)}
+    winner = Master[int, Guess, Guess](NumberedSpace(table)).run([3, 1, 2])
+    assert winner is not None
+    assert winner.number == 1
+    judged = {3: 1.0, 1: 1.0 + 1e-16, 2: 1.0}
+    table = {n: ((1.0, 1.0, 1.0), time_s, time_s) for n, time_s in judged.items()}
+    winner = Master[int, Guess, Guess](NumberedSpace(table)).run([3, 1, 2])
+    assert winner is not None
+    assert winner.number == 1
