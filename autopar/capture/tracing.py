@@ -246,8 +246,7 @@ def capture(
     assumptions: list[str] = []
     mode = fake_mode()
     traced = _TracedCall(model, call, loss, train)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_tracing)
+    with _tracing, contextlib.ExitStack() as stack:
         stack.enter_context(_fake_state(model, mode, train=train))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_neutral_autocast(assumptions))
