@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -20,24 +19,9 @@ from autopar.solver.stages_problem import (
     BlockMenu,
     Option,
     StageProblem,
-    StageSolution,
-    memory_bytes,
-    surrogate_s,
 )
 from tests.oracle.search_cases import every_plan, shapes_of
-
-
-def solution_of(
-    problem: StageProblem, starts: Sequence[int], options: Sequence[int]
-) -> StageSolution:
-    return StageSolution(
-        starts=tuple(starts),
-        options=tuple(options),
-        objective_s=surrogate_s(problem, starts, options),
-        bound_s=0.0,
-        memory_bytes=memory_bytes(problem, starts, options),
-        is_optimal=False,
-    )
+from tests.stage_solutions import solution_of
 
 
 def with_several_stages(seeds: range, most_blocks: int = 6):

@@ -27,12 +27,10 @@ from autopar.solver.stages_problem import (
     BlockMenu,
     Option,
     StageProblem,
-    StageSolution,
-    memory_bytes,
-    surrogate_s,
 )
 from autopar.units import MIB
 from tests.joint_graphs import residual_network
+from tests.stage_solutions import solution_of
 from tests.unit.solver.test_search import plan_for
 
 PLAIN, H1, ZBV = ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE, ScheduleKind.ZBV
@@ -70,15 +68,7 @@ def chain(seconds, weight_s, message_s, *, limit=1 << 40, mesh=MESH, count=COUNT
 
 
 def cut(problem, starts):
-    options = (0,) * len(problem.blocks)
-    return StageSolution(
-        starts=starts,
-        options=options,
-        objective_s=surrogate_s(problem, starts, options),
-        bound_s=0.0,
-        memory_bytes=memory_bytes(problem, starts, options),
-        is_optimal=False,
-    )
+    return solution_of(problem, starts, (0,) * len(problem.blocks))
 
 
 def chosen(problem, **wish):
