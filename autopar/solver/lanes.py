@@ -103,6 +103,12 @@ class Lanes:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waiting: list[_Waiting] = field(default_factory=list)
     _num_started: int = 0
+    _is_closing: bool = False
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nobody waits for what still runs: what takes long should ask, and end."""
+        return self._is_closing
 
     @property
     def is_open(self) -> bool:
@@ -123,7 +129,9 @@ class Lanes:
             yield
         finally:
             pool, self._pool = self._pool, None
+            self._is_closing = True
             pool.shutdown(cancel_futures=True)
+            self._is_closing = False
             for row in self._waiting:
                 row.cancel()
             self._waiting.clear()

@@ -9,9 +9,10 @@ found, and judge a plan in the event simulator. The master decides the order:
    than what is known is set aside: what bounds leave open is seldom there to be found. Of those set
    aside the ones that come near are opened in the end. Shapes that people would set up by hand go
    through this first, so that a limit of work never cuts them off.
-2. The best are improved, and so is whatever keeps the model's own gap above a percent.
-3. The best few are judged. The fastest that fits wins; if none fits, opening goes on.
-4. The least bound is sharpened, whichever it is, until a limit of work.
+2. The best are improved, and the best few judged. Beside that the least bound is sharpened,
+   whichever it is, until a limit of work.
+3. Whatever keeps the model's own gap above a percent is improved, and judged if it may win.
+4. The fastest that fits wins; if none fits, opening goes on.
 
 ``bound_s`` is the least bound over all shapes of the space: opened, set aside, not reached, or
 opened without finding anything that fits. No plan of the space is faster in the event simulator.
@@ -20,8 +21,9 @@ opened without finding anything that fits. No plan of the space is faster in the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isfinite
 from typing import Generic, Protocol, TypeVar
 
@@ -33,12 +35,15 @@ NUM_JUDGED = 3
 MAX_JUDGED = 6
 NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
 FLATTERED = 1.05  # a judged time is so many times an estimate that keeps no others from being tried
-NEAR = 1.03  # estimates above the best by more than this are not judged once one fits
+RIVAL = (
+    1.03  # of the best estimate: one other is judged up to here, so that what came near is exact
+)
+NEAR = 1.01  # more of them up to here: hardly any estimate is too high
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
 MAX_REOPENED = 2  # times that opening goes on because what ended it turned out not to fit
-MAX_SHARPENED = 64  # work limit: times that a bound is sharpened at the end beyond early efforts
+MAX_SHARPENED = 96.0  # work limit of bounds beyond the early efforts, in units of the space
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
 
@@ -95,6 +100,10 @@ class Space(Protocol[S_contra, C, V_co]):
         """
         ...
 
+    def spent(self, shape: S_contra) -> float:
+        """Work on a shape's bound beyond the early efforts so far, in units of about a round."""
+        ...
+
     def outlook_s(self, shape: S_contra, best_s: float) -> float:
         """Seconds of the plan that is likely to be found; a guess, infinite if none seems to fit.
 
@@ -136,6 +145,15 @@ class Space(Protocol[S_contra, C, V_co]):
 
     def is_late(self) -> bool:
         """Whether a wall-clock guard has run out."""
+        ...
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin something while the search goes on; what is returned waits for its end.
+
+        Args:
+            work: It asks for bounds beyond the early efforts, of shapes whose bounds had the early
+                ones, and for nothing else.
+        """
         ...
 
 
@@ -192,7 +210,7 @@ class Master(Generic[S, C, V]):
     _empty: list[_Waiting[S]] = field(default_factory=list)
     _candidates: list[C] = field(default_factory=list)  # of the verdicts
     _num_shapes: int = 0
-    _num_sharpened: int = 0
+    _sharpened: float = 0.0
     _num_reopened: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
@@ -210,9 +228,7 @@ class Master(Generic[S, C, V]):
                 for row in self._opened:
                     row.is_by_hand = True
         while True:
-            self._improve()
-            self._judge()
-            self._judge_by_hand()
+            self._improve_and_judge()
             winner = self._winner()
             known_s = self._known_s()
             if winner is not None and not self._is_flattered(known_s):
@@ -372,32 +388,54 @@ class Master(Generic[S, C, V]):
         return [o for o in self._opened if not o.is_judged]
 
     # -- improving -----------------------------------------------------------------------------
-    def _sharpen(self) -> None:
+    def _sharpen(self, best_s: float, *, goes_early: bool) -> None:
         """Lift the least bound with more effort, again and again, while the work lasts.
 
         Nothing but the least one matters, so that it gets all effort until another one is.
+
+        Args:
+            best_s: A bound from here on need not be sharper.
+            goes_early: Whether it goes on where the least one has not had the early efforts.
         """
-        best_s, last = self._best_s(), self.space.efforts - 1
+        early, last = self.space.early_efforts, self.space.efforts - 1
         rows: list[_Opened[S, C] | _Waiting[S]]
         rows = [*self._opened, *self._heap, *self._aside, *self._empty]
-        while rows and isfinite(best_s) and self._num_sharpened < MAX_SHARPENED:
+        rows = [row for row in rows if row.bound_s < best_s]
+        while rows and isfinite(best_s) and self._sharpened < MAX_SHARPENED:
             least = min(rows, key=lambda row: row.bound_s)
             if least.effort == last or least.bound_s >= best_s or self.space.is_late():
                 break
+            if least.effort + 1 < early and not goes_early:
+                break
             least.effort += 1
-            self._num_sharpened += least.effort >= self.space.early_efforts
+            before = self.space.spent(least.shape)
             sharper_s = self.space.bound_s(least.shape, least.effort, best_s)
             least.bound_s = max(least.bound_s, sharper_s)
-        heapq.heapify(self._heap)
+            self._sharpened += self.space.spent(least.shape) - before
 
-    def _improve(self) -> None:
-        self._sharpen()
+    def _improve_and_judge(self) -> None:
+        """The best are improved and judged, while bounds are sharpened; then what is weak."""
+        best_s = self._best_s()
+        sharpened = self.space.beside(partial(self._sharpen, best_s, goes_early=False))
+        self._improve_best()
+        self._judge()
+        sharpened()
+        self._sharpen(best_s, goes_early=True)
+        heapq.heapify(self._heap)
+        self._judge_better(self._improve_weak())
+        self._judge_by_hand()
+
+    def _improve_best(self) -> None:
         for _ in range(NUM_IMPROVED):
             rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
             todo = [o for o in rows[:NUM_IMPROVED] if not o.is_improved]
             if not todo or self._is_late():
                 break
             self._improve_one(todo[0])
+
+    def _improve_weak(self) -> list[_Opened[S, C]]:
+        """What keeps the model's gap open is improved, or opened; those that were."""
+        found: list[_Opened[S, C]] = []
         for _ in range(MAX_IMPROVED):
             weak = self._weakest()
             if weak is None or self._is_late():
@@ -408,10 +446,16 @@ class Master(Generic[S, C, V]):
                 self._aside.remove(weak)
                 if self._open(weak, self._best_s()) is None:
                     break
+                weak = self._opened[-1]
+            found.append(weak)
+        return found
 
     def _improve_one(self, row: _Opened[S, C]) -> None:
+        before_s = row.candidate.estimate_s
         row.candidate = self.space.improve(row.candidate)
         row.is_improved, row.is_modelled = True, False
+        if row.candidate.estimate_s < before_s:  # what was judged was another plan
+            row.is_judged, row.is_misfit, row.real_s = False, False, inf
 
     def _weakest(self) -> _Opened[S, C] | _Waiting[S] | None:
         """What keeps the model's gap open, if something can still be done about it."""
@@ -469,6 +513,14 @@ class Master(Generic[S, C, V]):
             if not row.is_judged and may_win and not self._is_late():
                 self._judge_one(row)
 
+    def _judge_better(self, rows: Iterable[_Opened[S, C]]) -> None:
+        """Judge those rows that may be faster than what was judged, whose estimates say so."""
+        found: dict[int, _Opened[S, C]] = {id(row): row for row in rows if not row.is_judged}
+        for row in sorted(found.values(), key=lambda o: self.space.preference(o.candidate)):
+            best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
+            if row.candidate.estimate_s < best_s and not self._is_late():
+                self._judge_one(row)
+
     def _judge_one(self, row: _Opened[S, C]) -> None:
         verdict = self.space.judge(row.candidate)
         row.is_judged, row.is_misfit = True, not verdict.fits
@@ -479,11 +531,12 @@ class Master(Generic[S, C, V]):
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
         before = sum(v.fits for v in self.verdicts)
-        reach_s, known_s = NEAR * self._best_s(), self._known_s()
-        if isfinite(known_s):  # where estimates flatter, all below what is real may be faster
-            reach_s = max(reach_s, known_s)
+        best_s, known_s = self._best_s(), self._known_s()
         for num_judged, row in enumerate(rows):
             num_fitting = sum(v.fits for v in self.verdicts)
+            reach_s = (RIVAL if num_fitting == 1 else NEAR) * best_s
+            if isfinite(known_s):  # where estimates flatter, all below what is real may be faster
+                reach_s = max(reach_s, known_s)
             if num_fitting - before >= NUM_JUDGED or (
                 num_fitting and row.candidate.estimate_s > reach_s
             ):

@@ -21,6 +21,9 @@ from autopar.solver.stages_problem import StageProblem
 MOST_ROUNDS = 200  # of a bound that is sharpened again and again
 LONGEST = 1 << 17  # computes and messages of a step whose paths it looks for
 LEAST_WORK = 1 << 11  # of a round, however few computes it has
+OF_A_ROUND = 1 << 13  # computes that take as long as solving a round's program
+TO_BEGIN = 1 << 16  # computes that take as long as making the program
+TO_ASK = 1 << 12  # computes that take as long as asking in vain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +116,12 @@ class Begun:
 
     Attributes:
         best_s: The best bound so far.
+        spent: Seconds so far in computes and messages of a step: what takes as long as they do.
     """
 
     bounds_s: Iterator[tuple[float, int]]
     best_s: float = 0.0
+    spent: int = 0
 
     def more_s(self, work: int, enough_s: float) -> float:
         """The best bound after more work.
@@ -125,12 +130,14 @@ class Begun:
             work: Computes and messages, times rounds; one round at least.
             enough_s: A bound from here on need not be sharper, and won't be.
         """
+        self.spent += TO_ASK if self.spent else TO_BEGIN
         for bound_s, round_work in self.bounds_s:
             self.best_s = max(self.best_s, bound_s)
             if self.best_s >= enough_s:
                 self.bounds_s = iter(())  # its program is large, and it is done with
                 break
             if round_work:
+                self.spent += round_work + OF_A_ROUND
                 work -= max(round_work, LEAST_WORK)
             if work <= 0:
                 break

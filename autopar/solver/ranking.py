@@ -29,7 +29,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
 from autopar.solver.cuts import better_stages
 from autopar.solver.lanes import Lanes
-from autopar.solver.order_bound import Begun, OrderBound
+from autopar.solver.order_bound import TO_BEGIN, Begun, OrderBound
 from autopar.solver.own_splits import OwnSplits, are_alike
 from autopar.solver.parameter_costs import ParameterCost, parameter_costs
 from autopar.solver.pipeline_bound import NO_FLOOR, Floor, PipelineBound
@@ -56,7 +56,7 @@ from autopar.solver.work import Work
 
 Sizes = tuple[int, int, int]
 EARLY_EFFORTS = 4
-EFFORTS = EARLY_EFFORTS + 64
+EFFORTS = EARLY_EFFORTS + 256
 WORK = 1 << 15  # of adding paths, for each effort beyond the early ones
 NEAR = 1.03  # plans that are slower than a known one by more are not worked out
 MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
@@ -121,15 +121,16 @@ class Ranker:
         if effort == 1:
             body = self.bodies.body((1, self._fewest(shape.mesh.dp), shape.mesh.tp))
             share = body.sizes[1] / (shape.num_microbatches * shape.mesh.dp)
-            return self._least_s(shape, body, share)
+            found_s = self._least_s(shape, body, share)
+            if found_s < enough_s:  # its program is most likely the next to be solved
+                self.bodies.expect(self.bodies.body(shape.sizes), found_s)
+            return found_s
         body = self.bodies.body(shape.sizes)
         if effort > 2:
             self.bodies.solved(body)
         if effort >= EARLY_EFFORTS:
             return self._waiting_s(shape, body, enough_s)
         found_s = self._least_s(shape, body, floor=body.floor if effort > 2 else NO_FLOOR)
-        if effort == 2 and found_s < enough_s:
-            self.bodies.expect(body, found_s)  # the least bounds are the next to be sharpened
         self.bodies.give_up(enough_s)
         return found_s
 
@@ -146,6 +147,11 @@ class Ranker:
             orders = self._orders(shape, self._free_levels(shape, body))
             self._begun[shape] = replace(orders, floor=body.floor, knows_halves=False).begun()
         return self._begun[shape].more_s(WORK, enough_s)
+
+    def spent(self, shape: Shape) -> float:
+        """Work on a shape's bound beyond the early efforts: of beginning one, as a unit."""
+        begun = self._begun.get(shape)
+        return 0.0 if begun is None else begun.spent / TO_BEGIN
 
     def _quick_s(self, shape: Shape) -> float:
         mesh, count = shape.mesh, shape.num_microbatches

@@ -16,7 +16,6 @@ Source: ours.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -44,6 +43,8 @@ _Picks = list[list[list[int]]]
 """By stage, by kind, by option: blocks."""
 _Holds = list[list[list[list[int]]]]
 """By moment, by stage, by kind, by option: bytes."""
+_Exchange = tuple[int, ExchangeStep, int]
+"""Stage among those of the rank, step, bytes that a block gives back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,11 @@ class Recut:
     _counts: list[list[int]] = field(init=False)
     _held: dict[int, _Holds] = field(default_factory=dict)
     _bytes: dict[tuple[Alive, bool], list[list[int]]] = field(default_factory=dict)
-    _transients: list[list[int]] = field(init=False)
+    _transients: list[tuple[int, int, int]] = field(init=False)
     _times: list[list[list[float]]] = field(init=False)
     _made: list[tuple[float, StepPaths]] = field(default_factory=list)
     _known: dict[object, _Picks | None] = field(default_factory=dict)
+    _exchanged: dict[tuple[int, int], list[_Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -84,7 +86,12 @@ class Recut:
         self._menus = sums.first  # a block of each kind
         self._first, self._steps = sums.start, sums.steps
         menus = [problem.blocks[i].options for i in self._menus]
-        self._transients = [[o.transient_bytes for o in menu] for menu in menus]
+        self._transients = [
+            (o.transient_bytes, kind, option)
+            for kind, menu in enumerate(menus)
+            for option, o in enumerate(menu)
+        ]
+        self._transients.sort(reverse=True)
         self._times = [  # forward, backward, what of that makes gradients of weights
             [[o.forward_s for o in menu] for menu in menus],
             [[o.backward_s for o in menu] for menu in menus],
@@ -188,9 +195,11 @@ class Recut:
         runs = bounds(starts, len(self.problem.blocks))
         for device in range(self.problem.pp):
             stages = self.problem.stages_of(device)
-            key = (device, tuple(runs[s] for s in stages))
+            own = [runs[s] for s in stages]
+            # blocks of a kind are alike: it is how many of each there are that counts
+            key = device, tuple(row[high] - row[low] for low, high in own for row in self._counts)
             if key not in self._known:
-                self._known[key] = self._fitted(device, [runs[s] for s in stages])
+                self._known[key] = self._fitted(device, own)
             fitted = self._known[key]
             if fitted is None:
                 return None
@@ -215,19 +224,25 @@ class Recut:
         room = problem.limit_bytes - problem.base_bytes - state
         holds = self._holds(device)
         held = [self._alive_bytes(picks, table) for table in holds]
+        taken = [[sum(row) for row in zip(*rows, strict=True)] for rows in zip(*picks, strict=True)]
         while True:
             most, worst = max((size, at) for at, size in enumerate(held))
-            excess = most + self._transient_bytes(picks) - room
+            excess = most + self._transient_bytes(taken) - room
             if excess <= 0:
                 return picks
-            found = self._cheapest(picks, holds[worst])
+            possible = (
+                row for row in self._exchanges(device, worst)
+                if picks[row[0]][row[1].kind][row[1].source]
+            )  # fmt: skip
+            found = next(possible, None)
             if found is None:
                 return None
             at, step, less = found
             blocks = picks[at][step.kind]
             moved = min(blocks[step.source], -(-excess // less))
-            blocks[step.source] -= moved
-            blocks[step.option] += moved
+            for counts in (blocks, taken[step.kind]):
+                counts[step.source] -= moved
+                counts[step.option] += moved
             for moment, table in enumerate(holds):
                 sizes = table[at][step.kind]
                 held[moment] += moved * (sizes[step.option] - sizes[step.source])
@@ -262,30 +277,27 @@ class Recut:
             if count
         )
 
-    def _transient_bytes(self, picks: _Picks) -> int:
-        """The largest transient of the options that are taken."""
-        return max(
-            transient
-            for rows in picks
-            for row, transients in zip(rows, self._transients, strict=True)
-            for count, transient in zip(row, transients, strict=True)
-            if count
-        )
+    def _transient_bytes(self, taken: Sequence[Sequence[int]]) -> int:
+        """The largest transient of options that are taken.
 
-    def _cheapest(
-        self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]
-    ) -> tuple[int, ExchangeStep, int] | None:
-        """The exchange with the fewest seconds per byte of a moment: stage, step, bytes."""
-        best: tuple[int, ExchangeStep, int] | None = None
-        ratio = math.inf
-        for at, (rows, amounts) in enumerate(zip(picks, table, strict=True)):
-            for step in self._steps:
-                if not rows[step.kind][step.source]:
-                    continue
-                less = amounts[step.kind][step.source] - amounts[step.kind][step.option]
-                if less > 0 and step.seconds / less < ratio:
-                    best, ratio = (at, step, less), step.seconds / less
-        return best
+        Args:
+            taken: Per kind and option, how many blocks.
+        """
+        return next(size for size, kind, option in self._transients if taken[kind][option])
+
+    def _exchanges(self, device: int, moment: int) -> list[_Exchange]:
+        """Exchanges that free bytes at a moment of a rank, fewest seconds per byte first."""
+        if (device, moment) not in self._exchanged:
+            table = self._holds(device)[moment]
+            found: list[tuple[float, _Exchange]] = []
+            for at, amounts in enumerate(table):
+                for step in self._steps:
+                    less = amounts[step.kind][step.source] - amounts[step.kind][step.option]
+                    if less > 0:
+                        found.append((step.seconds / less, (at, step, less)))
+            found.sort(key=lambda row: row[0])  # equal ones stay in order
+            self._exchanged[device, moment] = [row for _, row in found]
+        return self._exchanged[device, moment]
 
     def _seconds(self, starts: Starts, picks: _Picks) -> list[list[float]]:
         """Seconds by term and stage."""

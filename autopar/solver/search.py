@@ -32,6 +32,7 @@ from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.host_room import host_shortage
+from autopar.solver.lanes import NOW
 from autopar.solver.loosen import loosened, with_fewer_copies
 from autopar.solver.master import NUM_IMPROVED, Master
 from autopar.solver.offload import best_place, places
@@ -258,6 +259,8 @@ class MeshSearch:
 
     def is_late(self) -> bool:
         """Whether the wall-clock guard has run out; it waits longer for a first plan."""
+        if self._ranker.lanes.is_closing:
+            return True  # a search that was broken off
         if self.time_limit_s is None:
             return False
         if not self.ranked and self.stats.num_ranked < LEAST_TRIED:
@@ -265,17 +268,24 @@ class MeshSearch:
         patience = 1 if self.ranked else PATIENCE
         return monotonic() - self._begin_s > patience * self.time_limit_s
 
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin something on another thread, if there is one; what is returned waits for it."""
+        self._look_ahead()
+        return self._ranker.lanes.ahead(work, NOW).result
+
     # -- what the master asks ------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
-        if effort >= EARLY_EFFORTS:  # what was opened is improved after this
-            self._look_ahead()
         share = self._ranker.analysis.least_share(shape.mesh.pp)
         try:
             return share * self._ranker.bound_s(shape, effort, enough_s / share)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
+
+    def spent(self, shape: Shape) -> float:
+        """Work on a shape's bound beyond the early efforts."""
+        return self._ranker.spent(shape)
 
     def _look_ahead(self) -> None:
         """Start what improving the best will ask for; no more than is known of them by now."""

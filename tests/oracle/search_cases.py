@@ -12,7 +12,7 @@ alone. Each is run by its order
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
@@ -127,6 +127,12 @@ class ChainSpace:
 
     def is_late(self) -> bool:
         return False
+
+    def spent(self, shape: StageProblem) -> float:
+        return 0.0
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
 
 def _meshes(rng: random.Random, count: int) -> Iterator[tuple[MeshShape, ScheduleKind]]:

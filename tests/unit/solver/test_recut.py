@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -201,6 +202,12 @@ class NumberedSpace:
     def is_late(self) -> bool:
         return False
 
+    def spent(self, shape: int) -> float:
+        return 0.0
+
+    def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
 
 def test_the_best_shape_set_up_by_hand_is_judged_whatever_its_estimate():
     table = {0: ((0.8, 0.8, 0.8), 2.0, 0.9)}
@@ -259,6 +266,9 @@ class PatientSpace(NumberedSpace):
         self.asked.append((shape, effort, enough_s))
         first_s, _, most_s = self.table[shape][0]
         return min(most_s, first_s + 0.01 * max(0, effort - 1))
+
+    def spent(self, shape: int) -> float:
+        return sum(1.0 for at, effort, _ in self.asked if at == shape and effort >= 2)
 
 
 def test_the_least_bound_is_sharpened_whichever_it_is_while_the_work_lasts():
@@ -370,3 +380,30 @@ def test_of_plans_that_take_as_long_the_preferred_one_wins():
     winner = Master[int, Guess, Guess](NumberedSpace(table)).run([3, 1, 2])
     assert winner is not None
     assert winner.number == 1
+
+
+def test_what_is_done_beside_improving_and_judging_changes_nothing_but_the_order():
+    """Bounds that are sharpened before anything is improved, or when they are waited for."""
+
+    class Early(PatientSpace):
+        def beside(self, work: Callable[[], None]) -> Callable[[], None]:
+            work()
+            return lambda: None
+
+    table = {n: ((0.5 + 0.01 * n, 0.5 + 0.01 * n, 0.9), 1.0 + 0.002 * n, 1.0) for n in range(9)}
+    late = Master[int, Guess, Guess](PatientSpace(table))
+    early = Master[int, Guess, Guess](Early(table))
+    assert late.run(range(9)) == early.run(range(9))
+    assert late.bound_s == early.bound_s
+    assert [v.number for v in late.verdicts] == [v.number for v in early.verdicts]
+
+
+def test_one_rival_is_judged_further_from_the_best_estimate_than_others():
+    table = {n: ((0.5, 0.5, 0.5), 1.0 + 0.02 * n, 1.0 + 0.02 * n) for n in range(5)}
+    master = Master[int, Guess, Guess](NumberedSpace(table))
+    assert master.run([], range(5)) is not None
+    assert [v.number for v in master.verdicts] == [0, 1]
+    near = {n: ((0.5, 0.5, 0.5), 1.0 + 0.004 * n, 1.0 + 0.004 * n) for n in range(5)}
+    master = Master[int, Guess, Guess](NumberedSpace(near))
+    assert master.run([], range(5)) is not None
+    assert [v.number for v in master.verdicts] == [0, 1, 2]
