@@ -169,3 +169,21 @@ def test_a_plan_does_not_depend_on_the_number_of_cores(limit: int | None) -> Non
     stats.seconds = others.seconds
     assert others == stats
     assert threading.active_count() == before
+
+
+def test_long_work_is_told_that_nobody_waits_for_it_any_more() -> None:
+    lanes, begun = Lanes(num_threads=1), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        deadline_s = time.monotonic() + 30
+        while not lanes.is_closing and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+
+    begin_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), lanes.open():
+        lanes.ahead(long, NOW)
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+    assert time.monotonic() - begin_s < 20
+    assert not lanes.is_closing, "the next search goes on"
