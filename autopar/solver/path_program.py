@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -166,12 +167,12 @@ class PathProgram:
         """Rows (4)."""
         infinity = self._solver.infinity()
         for kind in self._kinds:
-            known = list(accumulate((b.key == kind for b in self.problem.blocks), initial=0))
+            known = tuple(accumulate((b.key == kind for b in self.problem.blocks), initial=0))
             for stage, before in enumerate(self._before, 1):
                 low, high = self._range(stage)
                 part = known[low : high + 1]
                 for sign in (1.0, -1.0):  # above the lower hull, below the upper one
-                    for slope, at in _hull([sign * count for count in part]):
+                    for slope, at in _hull(tuple(count - part[0] for count in part), sign):
                         offset = sign * part[at] - slope * (low + at)
                         terms = {v: sign * (k == kind) - slope for k, v in before.items()}
                         self._row(offset, infinity, terms)
@@ -345,8 +346,20 @@ def _is_above(a: Option, b: Option, c: Option) -> bool:
     return left >= (c.total_s - a.total_s) * (a.saved_bytes - b.saved_bytes)
 
 
-def _hull(values: Sequence[float]) -> list[tuple[float, int]]:
-    """Segments of the lower hull of a sequence: slope, and a place where the segment begins."""
+@lru_cache(maxsize=1 << 14)
+def _hull(counts: tuple[int, ...], sign: float) -> list[tuple[float, int]]:
+    """Segments of the lower hull of a sequence, or of the upper one upside down.
+
+    Chains of many shapes are cut alike, so that they are kept.
+
+    Args:
+        counts: The sequence.
+        sign: 1.0 for the lower hull, -1.0 for the upper one.
+
+    Returns:
+        Per segment its slope, and a place where it begins.
+    """
+    values = [sign * count for count in counts]
     hull: list[int] = []
     for at in range(len(values)):
         while len(hull) > 1:

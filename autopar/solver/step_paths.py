@@ -199,13 +199,21 @@ class StepPaths:
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
         shares: list[float] = []  # of what comes by way of ``beside``
+        cold = exp(-COLD)
+        cold_s, most, least = heat_s * log1p(cold), 1.0 / (1.0 + cold), cold / (1.0 + cold)
         for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
             end_s, share = ends[before] if before >= 0 else 0.0, 0.0
             if beside >= 0:
-                apart = (ends[beside] - end_s) / heat_s
-                less = exp(-min(COLD, abs(apart)))
-                end_s = max(end_s, ends[beside]) + heat_s * log1p(less)
-                share = (1.0 if apart > 0 else less) / (1.0 + less)
+                beside_s = ends[beside]
+                apart = (beside_s - end_s) / heat_s
+                if apart >= COLD:
+                    end_s, share = beside_s + cold_s, most
+                elif apart <= -COLD:
+                    end_s, share = end_s + cold_s, least
+                else:
+                    less = exp(-abs(apart))
+                    end_s = max(end_s, beside_s) + heat_s * log1p(less)
+                    share = (1.0 if apart > 0 else less) / (1.0 + less)
             ends.append(end_s + weights[term])
             shares.append(share)
         last_s = max(ends[at] for at in self._ends)

@@ -180,10 +180,14 @@ def test_long_work_is_told_that_nobody_waits_for_it_any_more() -> None:
         while not lanes.is_closing and time.monotonic() < deadline_s:
             time.sleep(0.001)
 
+    def broken_off() -> None:
+        with lanes.open():
+            lanes.ahead(long, NOW)
+            assert begun.wait(10)
+            raise KeyboardInterrupt
+
     begin_s = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), lanes.open():
-        lanes.ahead(long, NOW)
-        assert begun.wait(10)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
     assert time.monotonic() - begin_s < 20
     assert not lanes.is_closing, "the next search goes on"
