@@ -257,18 +257,18 @@ class Bodies:
         held = saved.held_bytes(problem, self.analysis.prices(sizes))
         menus: list[BlockMenu] = []
         known: dict[object, BlockMenu] = {}
+        same: dict[object, BlockMenu] = {}  # by figures as they are, which is quicker to tell
         for block in chain.blocks:
             i = block.index
-            key = (
-                block.key,
-                *(f"{row[i]:.9e}" for row in (forward, backward, waited)),
-                curves[i],
-                held[i],
-            )
-            if key not in known:
-                options = _relaxed(forward[i], backward[i], waited[i], curves[i], held[i])
-                known[key] = BlockMenu(key=str(len(known)), options=options, state_bytes=0)
-            menus.append(known[key])
+            raw = (block.key, forward[i], backward[i], waited[i], id(curves[i]), held[i])
+            if raw not in same:
+                seconds = (f"{time_s:.9e}" for time_s in raw[1:4])
+                key = (block.key, *seconds, curves[i], held[i])
+                if key not in known:
+                    options = _relaxed(forward[i], backward[i], waited[i], curves[i], held[i])
+                    known[key] = BlockMenu(key=str(len(known)), options=options, state_bytes=0)
+                same[raw] = known[key]
+            menus.append(same[raw])
         return tuple(menus)
 
     def _waited_for(self, names: Sequence[str], backward: Collection[str]) -> Sequence[str]:

@@ -66,16 +66,19 @@ def useful(menus: Sequence[Menus]) -> tuple[Menus, ...]:
 
     What a bound has to look at: a form that is left out wins nothing.
     """
+    # blocks that are the same objects in every form are compared once
+    rows = {tuple(map(id, row)): row for row in zip(*menus, strict=True)}
+    columns = list(zip(*rows.values(), strict=True))
     kept: list[Menus] = []
-    for at, own in enumerate(menus):
+    for at, own in enumerate(columns):
         # of forms that are alike in everything the first one stays
         is_vain = any(
             _covers(other, own) and (place < at or not _covers(own, other))
-            for place, other in enumerate(menus)
+            for place, other in enumerate(columns)
             if place != at
         )
         if not is_vain:
-            kept.append(own)
+            kept.append(menus[at])
     return tuple(kept)
 
 
@@ -131,24 +134,28 @@ def alike(menus: Sequence[Menus]) -> Forms:
     """The menus with keys that tell blocks apart which differ in any form."""
     keys: dict[tuple[str, ...], str] = {}
     made: dict[tuple[int, str], BlockMenu] = {}
-    rows: list[list[BlockMenu]] = [[] for _ in menus]
+    known: dict[tuple[int, ...], list[BlockMenu]] = {}  # blocks share their menus as a rule
+    columns: list[list[BlockMenu]] = []
     for places in zip(*menus, strict=True):
-        key = keys.setdefault(tuple(m.key for m in places), str(len(keys)))
-        for form, menu in enumerate(places):
-            if (form, key) not in made:
-                made[form, key] = replace(menu, key=key)
-            rows[form].append(made[form, key])
+        same = tuple(map(id, places))
+        if same not in known:
+            key = keys.setdefault(tuple(m.key for m in places), str(len(keys)))
+            known[same] = [
+                made.setdefault((form, key), replace(menu, key=key))
+                for form, menu in enumerate(places)
+            ]
+        columns.append(known[same])
+    rows = zip(*columns, strict=True)
     return Forms(map(Chain, rows))
 
 
 def _covers(one: Menus, other: Menus) -> bool:
     """Whether a form costs no block more than another does, in anything."""
-    pairs = {(id(a), id(b)): (a, b) for a, b in zip(one, other, strict=True)}
     return all(
         a.state_bytes <= b.state_bytes
         and a.gather_s <= b.gather_s
         and a.reduce_s <= b.reduce_s
         and a.update_s <= b.update_s
         and a.num_reduces <= b.num_reduces
-        for a, b in pairs.values()
+        for a, b in zip(one, other, strict=True)
     )
