@@ -34,6 +34,7 @@ from autopar.capture.structure import DroppedLeaf, Structure, flatten, leaves
 from autopar.capture.torch_ops import meta_of
 from autopar.capture.untouched import untouched, written_buffers
 from autopar.errors import AutoparError, CaptureError, ConfigError
+from autopar.garbage import no_collections
 from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.hashing import graph_hash
 from autopar.ir.precision import check_precision, lower_precision, widen_gradients
@@ -196,6 +197,7 @@ class _TracedCall(torch.nn.Module):
         return found[1]
 
 
+@no_collections(sweep=True)
 def capture(
     model: torch.nn.Module,
     args: tuple[object, ...] = (),

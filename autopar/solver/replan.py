@@ -17,13 +17,13 @@ from itertools import accumulate
 
 from autopar.cluster import Cluster, Machine
 from autopar.errors import ConfigError, ConstraintError, InfeasibleError
+from autopar.garbage import no_collections
 from autopar.ir.graph import InputKind, TensorMeta
 from autopar.plan.diff import PlanDiff
 from autopar.plan.migration import Migration, migration
 from autopar.plan.pipelines import PipelinePlan
 from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
-from autopar.solver.garbage import no_collections
 from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
 from autopar.solver.mixed_build import Built
 from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, evaluated, shares

@@ -17,6 +17,7 @@ from time import monotonic
 
 from autopar.cluster import Cluster
 from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shortfall
+from autopar.garbage import no_collections
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
 from autopar.sharding.build import KeptBodies, localize
@@ -28,7 +29,6 @@ from autopar.solver.candidates import Shape, grid, neighbours, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.foresight import Foresight
-from autopar.solver.garbage import no_collections
 from autopar.solver.given import with_degrees
 from autopar.solver.hints import with_hints
 from autopar.solver.host_room import host_shortage
