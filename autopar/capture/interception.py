@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 from torch.nn import functional
@@ -24,8 +24,10 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture import neutral  # noqa: F401  registers the operators
 from autopar.capture.rewrites.builder import broadcast
 from autopar.errors import CaptureError
-from autopar.torch_compat import annotate_next_nodes, grouped_mm_builtin
+from autopar.torch_compat import grouped_mm_builtin
+from autopar.torch_tracing import annotate_next_nodes
 
+_TORCH_ATTENTION = functional.scaled_dot_product_attention
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _OWN_PACKAGES = (
     str(Path(torch.__file__).parent),
@@ -39,28 +41,17 @@ def is_user_file(filename: str) -> bool:
 
 
 class Interception(TorchFunctionMode):
-    """Puts in neutral attention and records source lines; active while a model is traced.
+    """Puts in neutral attention and records source lines; active while the model's forward runs.
 
     A mode does not see calls that functions of torch make themselves, such as those of
-    ``multi_head_attention_forward``: for these the name in ``torch.nn.functional`` is replaced.
+    ``multi_head_attention_forward``, nor those of a forward that is run again in the backward: for
+    these there is :func:`neutral_attention`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_user: dict[CodeType, bool] = {}
-        self._original = functional.scaled_dot_product_attention
+        self._user_files: dict[str, str] = {}  # the last part of the name, "" where it isn't one
         self._grouped_mm = grouped_mm_builtin()
-
-    def __enter__(self) -> Interception:
-        """Start to intercept."""
-        functional.scaled_dot_product_attention = scaled_dot_product_attention
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop to intercept."""
-        functional.scaled_dot_product_attention = self._original
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -75,7 +66,7 @@ class Interception(TorchFunctionMode):
         _refuse_own_generator(source, args, kwargs or {})
         if func is torch.Tensor.random_:
             raise CaptureError(f"Tensor.random_ at {source} can't be traced; use torch.randint")
-        if func is self._original:
+        if func is _TORCH_ATTENTION:
             return scaled_dot_product_attention(*args, **(kwargs or {}))  # type: ignore[arg-type]
         if func in _RECURRENT:
             return recurrent(func, args, kwargs or {})
@@ -87,21 +78,33 @@ class Interception(TorchFunctionMode):
 
     def _source_line(self, frame: FrameType | None) -> str:
         while frame is not None:
-            code = frame.f_code
-            known = self._is_user.get(code)
-            if known is None:
-                known = self._is_user[code] = is_user_file(code.co_filename)
-            if known:
-                return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+            filename = frame.f_code.co_filename
+            name = self._user_files.get(filename)
+            if name is None:
+                name = Path(filename).name if is_user_file(filename) else ""
+                self._user_files[filename] = name
+            if name:
+                return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         return ""
+
+
+@contextlib.contextmanager
+def neutral_attention() -> Iterator[None]:
+    """``torch.nn.functional`` has the neutral attention while the body runs."""
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
 def _refuse_own_generator(
     source: str, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    given = [*args, *kwargs.values()]
-    if any(isinstance(value, torch.Generator) for value in given):
+    # by their types: isinstance of a generator is a function of torch in Python
+    if any(issubclass(type(value), torch.Generator) for value in (*args, *kwargs.values())):
         raise CaptureError(
             f"a random generator of the model's own is used at {source or 'an unknown line'}: its "
             "numbers would depend on the plan; leave generator= out (seed= of autopar.compile() "

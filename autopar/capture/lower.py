@@ -42,15 +42,8 @@ from autopar.ir.graph import (
     Ref,
     TensorMeta,
 )
-from autopar.torch_compat import (
-    SCOPE_KEY,
-    SOURCE_KEY,
-    JointTrace,
-    OperatorSchema,
-    TracedInput,
-    TracedOutput,
-    operator_schema,
-)
+from autopar.torch_compat import OperatorSchema, operator_schema
+from autopar.torch_tracing import SCOPE_KEY, SOURCE_KEY, JointTrace, TracedInput, TracedOutput
 
 _PLACEMENT_ARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _OPERATOR_MARK = "%"

@@ -26,7 +26,7 @@ from autopar.capture.checks import (
 )
 from autopar.capture.errors_in_model import capture_error
 from autopar.capture.host_random import refusing_host_random
-from autopar.capture.interception import Interception, module_scopes
+from autopar.capture.interception import Interception, module_scopes, neutral_attention
 from autopar.capture.lower import Roles, lower
 from autopar.capture.normalise import normalise, with_stable_names, without_dead
 from autopar.capture.row_order import with_batch_outermost
@@ -40,14 +40,8 @@ from autopar.ir.hashing import graph_hash
 from autopar.ir.precision import check_precision, lower_precision, widen_gradients
 from autopar.ir.precision_rules import HALVES
 from autopar.ir.verify import verify_graph, verify_names
-from autopar.torch_compat import (
-    JointTrace,
-    export_joint,
-    fake_mode,
-    no_mkldnn,
-    no_value_checks,
-    state_tables,
-)
+from autopar.torch_compat import fake_mode, no_mkldnn, no_value_checks, state_tables
+from autopar.torch_tracing import JointTrace, export_joint
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -132,9 +126,11 @@ class _TracedCall(torch.nn.Module):
         self.result = _Result()
         self.changed: set[str] = set()
         self.doing = ""
+        self._interception = Interception()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with untouched(self.model, self.changed):  # tracing calls more than once
+        # tracing calls more than once, and asks tensors for much around it that is not ours
+        with untouched(self.model, self.changed), self._interception:
             return self._flat_call(tensors)
 
     def _flat_call(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -342,7 +338,7 @@ def _captured(
 
 def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     try:
-        with Interception(), _quiet_torch(), no_value_checks():
+        with neutral_attention(), _quiet_torch(), no_value_checks():
             return export_joint(traced, fakes)
     except AutoparError:
         raise
