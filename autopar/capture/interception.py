@@ -139,9 +139,7 @@ def scaled_dot_product_attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = attn_mask.unsqueeze(-3)
     batch = prod(lead)
-    q, k, v = (
-        x.expand(*lead, *x.shape[-3:]).reshape(batch, *x.shape[-3:]) for x in (query, key, value)
-    )
+    q, k, v = (_folded(x, lead, batch) for x in (query, key, value))
     if attn_mask is not None and attn_mask.dim() > 2 and len(lead) != 1:
         if prod(attn_mask.shape[:-3]) > 1:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:])
@@ -155,8 +153,18 @@ def scaled_dot_product_attention(
     out, _ = torch.ops.autopar.attention(
         q, k, v, attn_mask, None, is_causal, 0, factor, dropout_p, 0, sizes, [0, 0, 0, 0]
     )
-    out = out.reshape(*lead, *out.shape[1:])
+    if len(lead) != 1:
+        out = out.reshape(*lead, *out.shape[1:])
     return out if shared_heads else out.squeeze(-3)
+
+
+def _folded(x: torch.Tensor, lead: tuple[int, ...], batch: int) -> torch.Tensor:
+    """``x`` with ``lead`` for its leading dims, folded into one; itself where that is what it has.
+
+    What changes nothing would be traced, differentiated and then removed.
+    """
+    shape = (batch, *x.shape[-3:])
+    return x if x.shape == shape else x.expand(*lead, *shape[1:]).reshape(shape)
 
 
 def grouped_mm(
