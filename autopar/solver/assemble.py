@@ -100,7 +100,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
             "measured: calls, ranks that share cores, waiting for slower ones; told as waiting"
         )
     if used < total:
-        why = _idle_words(analysis)
+        why = _idle_words(analysis, is_cut_short=bool(field.stopped_by))
         assumptions.append(f"{total - used} of {total} devices stay idle: {why}")
     if field.stopped_by:
         assumptions.append(f"the search was stopped by its limit of {field.stopped_by}")
@@ -135,13 +135,13 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     )
 
 
-def _idle_words(analysis: Analysis) -> str:
+def _idle_words(analysis: Analysis, *, is_cut_short: bool) -> str:
     """Why some devices have nothing to do."""
     wish = analysis.constraints
     given = {n: getattr(wish, n) for n in ("dp", "tp", "pp") if getattr(wish, n) is not None}
     if given:
         return f"no faster plan was found with {constraint_words(given)}"
-    return "using them is slower"
+    return "no faster plan was found" if is_cut_short else "using them is slower"
 
 
 def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:

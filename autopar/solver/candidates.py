@@ -8,7 +8,7 @@ several sizes, which few degrees divide, so are the counts of those like the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -282,3 +282,14 @@ def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
         tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
         if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
             yield shape
+
+
+def plain_shapes(shapes: Iterable[Shape]) -> frozenset[Shape]:
+    """Those that need no search: one device, and the batch over as many as it can be cut for.
+
+    Args:
+        shapes: The declared space.
+    """
+    whole = [s for s in shapes if s.mesh.dp == s.mesh.num_ranks]
+    most = max((s.mesh.dp for s in whole), default=1)
+    return frozenset(s for s in whole if s.mesh.dp in (1, most))

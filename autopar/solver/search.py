@@ -24,7 +24,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis, optimizer_s_per_byte
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, grid, neighbours, shapes
+from autopar.solver.candidates import Shape, grid, neighbours, plain_shapes, shapes
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.foresight import Foresight
@@ -161,6 +161,7 @@ class MeshSearch:
     _ranker: Ranker = field(init=False)
     _foresight: Foresight = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _plain: frozenset[Shape] = frozenset()
     _num_foreseen: int = 0
     _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
@@ -204,6 +205,7 @@ class MeshSearch:
         )
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
+        self._plain = plain_shapes(space)
         by_hand = set(grid(space, analysis.batch_size))
         master: Master[Shape, Ranked, Outcome] = Master(self)
         winner = master.run(
@@ -293,6 +295,10 @@ class MeshSearch:
             self._num_foreseen = len(self.ranked)
             self._foresight.improving(sorted(self.ranked, key=_preference)[:NUM_IMPROVED])
         self._foresight.go_on()
+
+    def is_plain(self, shape: Shape) -> bool:
+        """Whether a shape is worked out at once: one device, or the batch over all of them."""
+        return shape in self._plain
 
     def outlook_s(self, shape: Shape, best_s: float) -> float:
         """Seconds of the plan that is likely to be found for a shape."""
