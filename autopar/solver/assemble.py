@@ -79,7 +79,12 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     total = analysis.cluster.num_devices
     defaults = {
         "tp inside a machine": ("True", "tensor-parallel groups do not cross machines"),
-        "tp splits no batch": ("True", "the batch is split by dp and by micro-batches only"),
+        "tp splits no batch": (
+            "True",
+            "the batch is split by dp and by micro-batches only"
+            if not analysis.batch_stand_in
+            else f"dp and micro-batches alone split {analysis.batch_stand_in}",
+        ),
     }
     if analysis.constraints.tp is not None:
         del defaults["tp inside a machine"]
@@ -190,6 +195,8 @@ def _constraints(
     """Constraints in force; patterns say what they matched."""
     found = []
     for item in applied_constraints(analysis.constraints, defaults):
+        if item.name == "dp" and analysis.batch_stand_in:
+            item = replace(item, effect=f"ranks that split {analysis.batch_stand_in}")
         if item.name == "placements":
             pattern = item.value.rpartition(": ")[0]
             inputs = analysis.graph.input_map()

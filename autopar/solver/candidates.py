@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from autopar.cluster import Cluster
-from autopar.errors import ConstraintError, ShardingError
+from autopar.errors import ConstraintError, ShardingError, Shortfall
 from autopar.plan.orders import plain_warmup
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.analysis import Analysis
@@ -39,6 +39,18 @@ class Shape:
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of mb, dp, tp."""
         return (self.num_microbatches, self.mesh.dp, self.mesh.tp)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The shape as constraints."""
+        mesh = self.mesh
+        return {
+            "dp": mesh.dp,
+            "tp": mesh.tp,
+            "pp": mesh.pp,
+            "virtual": mesh.virtual,
+            "num_microbatches": self.num_microbatches,
+        }
 
     def __str__(self) -> str:
         """Such as ``pp2 x tp4, 8 micro-batches, 1f1b``."""
@@ -282,6 +294,20 @@ def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
         tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
         if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
             yield shape
+
+
+def memory_shortfall(
+    shape: Shape, needed_bytes: int, limit_bytes: int, remedy: str = ""
+) -> Shortfall:
+    """That a shape needs more memory than there is."""
+    return Shortfall(
+        what=f"memory of a device with {shape}",
+        needed=needed_bytes,
+        available=limit_bytes,
+        unit="bytes",
+        remedy=remedy,
+        degrees=shape.degrees,
+    )
 
 
 def plain_shapes(shapes: Iterable[Shape]) -> frozenset[Shape]:

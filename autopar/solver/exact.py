@@ -149,6 +149,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     groups = setting.groups()
     flights = in_flight_of(setting.schedule, mesh, count, setting.warmup)
     links = _message_seconds(programs, setting)
+    shared_s = _shared_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
     finish_s = 0.0
@@ -174,10 +175,13 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
             num_in_flight=flights[index],
         )
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
-        stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
+        time = replace(figures.time, p2p_s=p2p_s)
+        if index < mesh.pp:  # once on every pipeline rank
+            time = replace(time, sync_s=time.sync_s + shared_s)
+        stages.append(replace(figures, time=time))
         seconds.append(stage_seconds)
         finish_s = max(finish_s, last_s)
-    finish_s += _shared_seconds(programs, setting)
+    finish_s += shared_s
     ties = [
         (param.owner, other)
         for param in programs.params.values()
@@ -440,6 +444,7 @@ def _stage(
             copy_s=copy_s,
             offload_s=forward.copy_s,
             fetch_s=backward.copy_s,
+            sync_s=finish.total_s + tied_s * (2 if backward.total_s > 0 else 1),
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,

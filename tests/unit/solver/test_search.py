@@ -14,7 +14,9 @@ from autopar.ir.graph import Graph, InputKind
 from autopar.plan.check import check_plan
 from autopar.plan.decisions import decisions_of
 from autopar.plan.io import plan_from_json, plan_hash, plan_to_json
+from autopar.plan.time_terms import plan_terms
 from autopar.plan.types import Plan, ScheduleKind
+from autopar.report.text import render_plan
 from autopar.sharding.build import localize, signatures_of
 from autopar.solver.candidates import device_counts
 from autopar.solver.constraints import Constraints
@@ -100,6 +102,20 @@ def test_a_model_that_is_too_small_leaves_devices_idle_and_says_so():
     plan, _ = plan_for(residual_network(2), replace(slow, machines=(machine,)))
     assert plan.mesh.num_ranks == 1
     assert any("3 of 4 devices stay idle" in text for text in plan.assumptions)
+
+
+@pytest.mark.parametrize("given", [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4, "zero": 3}])
+def test_with_one_stage_no_rank_waits_and_all_that_ranks_exchange_is_named(given: dict[str, int]):
+    plan, _ = plan_for(WIDE, "4:cpu", **{"dp": 1, "tp": 1, "pp": 1, **given})
+    time, terms = plan.stages[0].time, plan_terms(plan)
+    assert terms is not None
+    assert terms.waiting_s == pytest.approx(0, abs=1e-9 * plan.time_s)
+    assert terms.total_s == pytest.approx(plan.time_s)
+    sums_losses = plan.mesh.dp > 1
+    assert (time.sync_s > 0) == sums_losses
+    told = [t.time_s for t in plan.stages[0].collectives if t.where == "once per step"]
+    assert time.reduce_s + time.unshard_s + time.sync_s >= sum(told) * (1 - 1e-9)
+    assert ("sync" in render_plan(plan)) == sums_losses
 
 
 def test_a_batch_of_one_is_not_split():
