@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,7 @@ from cost_models.base import CostModel
 from tests.joint_graphs import residual_network
 
 WIDE = residual_network(4, rows=64, width=256, hidden=1024)
+SHORT = residual_network(2, rows=8, width=64, hidden=256)
 
 
 def plan_for(
@@ -51,8 +53,14 @@ def plan_for(
     )
 
 
+@cache
+def wide_plan() -> tuple[Plan, SearchStats]:
+    """The answer that several tests look at."""
+    return plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+
+
 def test_the_plan_is_complete_and_its_numbers_agree():
-    plan, stats = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, stats = wide_plan()
     check_plan(plan)
     assert plan_from_json(plan_to_json(plan)) == plan
     assert plan.mesh.num_ranks == 4
@@ -65,12 +73,12 @@ def test_the_plan_is_complete_and_its_numbers_agree():
 
 
 def test_planning_is_deterministic():
-    plans = {plan_hash(plan_for(WIDE, "4:cpu", model=ProportionalCostModel())[0]) for _ in range(2)}
-    assert len(plans) == 1
+    again, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    assert plan_hash(again) == plan_hash(wide_plan()[0])
 
 
 def test_runners_up_say_why_they_lost():
-    plan, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, _ = wide_plan()
     assert plan.runners_up
     assert all("against" in c.reason or "limit" in c.reason for c in plan.runners_up)
     simulated = [c.time_s for c in plan.runners_up if c.reason.startswith("simulated")]
@@ -78,7 +86,7 @@ def test_runners_up_say_why_they_lost():
 
 
 def test_each_runner_up_pinned_is_no_faster_than_the_plan():
-    plan, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, _ = wide_plan()
     for lost in plan.runners_up[:3]:
         pinned, _ = plan_for(
             WIDE,
@@ -135,12 +143,16 @@ def test_every_degree_that_the_user_fixes_is_kept():
     assert names == {"dp", "tp", "pp", "num_microbatches", "schedule", "zero"}
 
 
+@cache
+def free_of_zero() -> tuple[Plan, SearchStats]:
+    return plan_for(SHORT, "4:cpu", tp=2)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_zero_level_brings_data_ranks(zero: int):
-    graph = residual_network(2, rows=8, width=64, hidden=256)
-    free, _ = plan_for(graph, "4:cpu", tp=2)
+    free, _ = free_of_zero()
     assert free.mesh.dp == 1
-    plan, _ = plan_for(graph, "4:cpu", tp=2, zero=zero)
+    plan, _ = plan_for(SHORT, "4:cpu", tp=2, zero=zero)
     assert plan.mesh.dp == 2
     assert {s.zero_level for s in plan.stages} == {zero}
 
