@@ -148,8 +148,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     mesh, count = setting.mesh, setting.num_microbatches
     groups = setting.groups()
     flights = in_flight_of(setting.schedule, mesh, count, setting.warmup)
-    links = _message_seconds(programs, setting)
-    shared_s = _shared_seconds(programs, setting)
+    links, shared_s = _message_seconds(programs, setting), _shared_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
     finish_s = 0.0
@@ -175,10 +174,8 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
             num_in_flight=flights[index],
         )
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
-        time = replace(figures.time, p2p_s=p2p_s)
-        if index < mesh.pp:  # once on every pipeline rank
-            time = replace(time, sync_s=time.sync_s + shared_s)
-        stages.append(replace(figures, time=time))
+        sync_s = figures.time.sync_s + (shared_s if index < mesh.pp else 0.0)  # once on every rank
+        stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s, sync_s=sync_s)))
         seconds.append(stage_seconds)
         finish_s = max(finish_s, last_s)
     finish_s += shared_s
