@@ -24,8 +24,8 @@ from autopar.errors import PlanError
 from autopar.plan.types import Plan
 
 FORMAT = "autopar.plan"
-VERSION = 6
-READABLE = (1, 2, 3, 4, 5, 6)
+VERSION = 7
+READABLE = (1, 2, 3, 4, 5, 6, 7)
 """Versions that can be read: a field that a version has not yet has its default."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -53,6 +53,7 @@ _LATER: Mapping[str, Mapping[str, tuple[Json, int]]] = {
         "copy_s": (0.0, 5),
         "offload_s": (0.0, 6),
         "fetch_s": (0.0, 6),
+        "sync_s": (0.0, 7),
     },
     "Candidate": {"terms": (None, 4), "warmup": (None, 4), "zero_levels": ([], 5)},
 }

@@ -24,7 +24,7 @@ def busy_terms(times: Sequence[TimeParts], num_microbatches: int) -> TimeTerms:
         comm_s = time.forward_comm_s + time.backward_comm_s
         compute_s += num_microbatches * (time.forward_s + time.backward_s - comm_s)
         collectives_s += num_microbatches * comm_s
-        once_s += time.reduce_s + time.unshard_s + time.optimizer_s
+        once_s += time.reduce_s + time.unshard_s + time.sync_s + time.optimizer_s
     return TimeTerms(compute_s=compute_s, collectives_s=collectives_s, once_s=once_s)
 
 

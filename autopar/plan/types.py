@@ -174,6 +174,8 @@ class TimeParts:
     ``copy_s`` is the part of ``optimizer_s`` that copies its state from host memory and back.
     ``offload_s`` and ``fetch_s`` are copies of saved values to host memory in a forward and back in
     a backward, beside computing; what of them is waited for is in ``forward_s`` and ``backward_s``.
+    ``sync_s`` is what ranks exchange once per step beside gradients and parameters: losses, outputs
+    and statistics that are summed up or sent to all, weights that stages share.
     """
 
     forward_s: float = 0.0
@@ -188,6 +190,7 @@ class TimeParts:
     copy_s: float = 0.0
     offload_s: float = 0.0
     fetch_s: float = 0.0
+    sync_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +250,7 @@ class TimeTerms:
     Attributes:
         compute_s: Operators of all micro-batches, recomputing included.
         collectives_s: Collectives of all micro-batches.
-        once_s: Once per step: gradients reduced, parameters gathered, the optimizer's step.
+        once_s: Once per step: gradients reduced, parameters gathered, losses summed, the optimizer.
         waiting_s: The rest: pipeline bubbles, and messages that nothing hides.
     """
 

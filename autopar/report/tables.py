@@ -78,14 +78,17 @@ def time_table(plan: Plan, width: int) -> Lines:
     """Seconds by part, per stage: one micro-batch, then what is done once per step."""
     has_comm = any(s.time.forward_comm_s or s.time.backward_comm_s for s in plan.stages)
     comm = ("F comm", "B comm") if has_comm else ()
-    heads = ["F", *comm[:1], "B", *comm[1:], "p2p", "reduce", "unshard", "optimizer"]
+    syncs = any(s.time.sync_s for s in plan.stages)
+    heads = ["F", *comm[:1], "B", *comm[1:], "p2p", "reduce", "unshard"]
+    heads += [*(["sync"] if syncs else []), "optimizer"]
     columns = [*names("stages"), *numbers(*heads)]
 
     def cells(stage: StagePlan) -> tuple[str, ...]:
         time = stage.time
         parts = [time.forward_s, time.forward_comm_s, time.backward_s, time.backward_comm_s]
         parts = parts if has_comm else parts[::2]
-        parts += [time.p2p_s, time.reduce_s, time.unshard_s, time.optimizer_s]
+        parts += [time.p2p_s, time.reduce_s, time.unshard_s]
+        parts += [*([time.sync_s] if syncs else []), time.optimizer_s]
         return tuple(map(format_time, parts))
 
     return table(columns, _grouped(plan.stages, cells), width)
@@ -242,7 +245,7 @@ def _busy_s(stage: StagePlan, plan: Plan) -> tuple[float, float, float, float]:
     return (
         count * compute_s,
         count * comm_s,
-        time.reduce_s + time.unshard_s,
+        time.reduce_s + time.unshard_s + time.sync_s,
         time.optimizer_s,
     )
 

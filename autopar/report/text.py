@@ -88,8 +88,12 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
-def mesh_words(mesh: MeshShape) -> str:
+def mesh_words(mesh: MeshShape, cut: str = "the batch") -> str:
     """The mesh in words.
+
+    Args:
+        mesh: The mesh.
+        cut: What data ranks split.
 
     >>> mesh_words(MeshShape(pp=2, dp=4))
     'a pipeline of 2 stages x the batch over 4'
@@ -99,7 +103,7 @@ def mesh_words(mesh: MeshShape) -> str:
         ranks = f" on {mesh.pp} pipeline ranks" if mesh.virtual > 1 else ""
         parts.append(f"a pipeline of {mesh.num_stages} stages{ranks}")
     if mesh.dp > 1:
-        parts.append(f"the batch over {mesh.dp}")
+        parts.append(f"{cut} over {mesh.dp}")
     if mesh.tp > 1:
         parts.append(f"operators over {mesh.tp}")
     return " x ".join(parts) or "one device, nothing is split"
@@ -118,7 +122,7 @@ def binding_lines(plan: Plan, width: int) -> Lines:
 
 
 def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines]]:
-    yield "Plan", _header(plan, width)
+    yield "Plan", _header(plan, facts, width)
     yield "What binds", binding_lines(plan, width)
     yield "Stages", stages_table(plan, width)
     yield "Memory of a device, by stage", _memory(plan, width)
@@ -144,11 +148,24 @@ def _sections(plan: Plan, facts: Facts, width: int) -> Iterator[tuple[str, Lines
         yield "Provenance", pairs(sorted(plan.provenance.items()), width)
 
 
-def _header(plan: Plan, width: int) -> Lines:
+def _cut_words(facts: Facts) -> str:
+    """What data ranks split: the batch, or the dim that stands for a batch of one sample."""
+    dims = {
+        name: by_axis[DP_AXIS] for name, by_axis in facts.arguments.items() if DP_AXIS in by_axis
+    }
+    if not dims or 0 in dims.values():
+        return "the batch"
+    return " and ".join(
+        f"dim {dim} of {', '.join(n for n in dims if dims[n] == dim)}"
+        for dim in sorted(set(dims.values()))
+    )
+
+
+def _header(plan: Plan, facts: Facts, width: int) -> Lines:
     mesh = plan.mesh
     microbatches = _counted(plan.num_microbatches, "micro-batch", "es")
     rows = [
-        ("mesh", f"{mesh}: {mesh_words(mesh)}"),
+        ("mesh", f"{mesh}: {mesh_words(mesh, _cut_words(facts))}"),
         (
             "schedule",
             f"{SCHEDULE_WORDS[plan.schedule]}, {microbatches}"
@@ -223,7 +240,7 @@ def _time(plan: Plan, width: int) -> Lines:
     shares = shares_table(plan, width)
     if shares:
         title = f"Where the {format_time(plan.time_s)} of a step go:"
-        note = "Per step: gradients reduced, parameters gathered. "
+        note = "Per step: gradients reduced, parameters gathered, losses summed. "
         if plan.mesh.pp > 1:
             note += "Waiting: for other stages (bubbles) and for messages that nothing hides."
         lines += ["", title, *shares]

@@ -359,16 +359,20 @@ class Analysis:
     @property
     def batch_words(self) -> str:
         """The batch for people: its size, and the dim that stands for it if samples are one."""
+        stand_in = self.batch_stand_in
+        number = self.batch_size
+        return f"the {number} of {stand_in}" if stand_in else f"the batch of {number}"
+
+    @property
+    def batch_stand_in(self) -> str:
+        """The dim that stands for a batch of one sample, in words; "" if there are more."""
         dims = self.data_axes.batch_dims(1) if self._has_batch() else {}
         inputs = self.graph.input_map()
         for name, dim in dims.items():
             meta = inputs[name].meta
             if meta is not None and dim > 0 and meta.shape[0] == 1:
-                return (
-                    f"the {self.batch_size} of dim {dim} of {inputs[name].target!r}, which stands "
-                    "for the batch of 1"
-                )
-        return f"the batch of {self.batch_size}"
+                return f"dim {dim} of {inputs[name].target!r}, which stands for the batch of 1"
+        return ""
 
     def _has_batch(self) -> bool:
         return bool(self.data_axes.batch_factors)

@@ -79,7 +79,12 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     total = analysis.cluster.num_devices
     defaults = {
         "tp inside a machine": ("True", "tensor-parallel groups do not cross machines"),
-        "tp splits no batch": ("True", "the batch is split by dp and by micro-batches only"),
+        "tp splits no batch": (
+            "True",
+            "the batch is split by dp and by micro-batches only"
+            if not analysis.batch_stand_in
+            else f"dp and micro-batches alone split {analysis.batch_stand_in}",
+        ),
     }
     if analysis.constraints.tp is not None:
         del defaults["tp inside a machine"]
@@ -100,7 +105,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
             "measured: calls, ranks that share cores, waiting for slower ones; told as waiting"
         )
     if used < total:
-        why = _idle_words(analysis)
+        why = _idle_words(analysis, is_cut_short=bool(field.stopped_by))
         assumptions.append(f"{total - used} of {total} devices stay idle: {why}")
     if field.stopped_by:
         assumptions.append(f"the search was stopped by its limit of {field.stopped_by}")
@@ -135,13 +140,13 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     )
 
 
-def _idle_words(analysis: Analysis) -> str:
+def _idle_words(analysis: Analysis, *, is_cut_short: bool) -> str:
     """Why some devices have nothing to do."""
     wish = analysis.constraints
     given = {n: getattr(wish, n) for n in ("dp", "tp", "pp") if getattr(wish, n) is not None}
     if given:
         return f"no faster plan was found with {constraint_words(given)}"
-    return "using them is slower"
+    return "no faster plan was found" if is_cut_short else "using them is slower"
 
 
 def _stages(analysis: Analysis, winner: Outcome) -> tuple[StagePlan, ...]:
@@ -190,6 +195,8 @@ def _constraints(
     """Constraints in force; patterns say what they matched."""
     found = []
     for item in applied_constraints(analysis.constraints, defaults):
+        if item.name == "dp" and analysis.batch_stand_in:
+            item = replace(item, effect=f"ranks that split {analysis.batch_stand_in}")
         if item.name == "placements":
             pattern = item.value.rpartition(": ")[0]
             inputs = analysis.graph.input_map()

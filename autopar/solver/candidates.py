@@ -8,12 +8,12 @@ several sizes, which few degrees divide, so are the counts of those like the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from autopar.cluster import Cluster
-from autopar.errors import ConstraintError, ShardingError
+from autopar.errors import ConstraintError, ShardingError, Shortfall
 from autopar.plan.orders import plain_warmup
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.analysis import Analysis
@@ -39,6 +39,18 @@ class Shape:
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of mb, dp, tp."""
         return (self.num_microbatches, self.mesh.dp, self.mesh.tp)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The shape as constraints."""
+        mesh = self.mesh
+        return {
+            "dp": mesh.dp,
+            "tp": mesh.tp,
+            "pp": mesh.pp,
+            "virtual": mesh.virtual,
+            "num_microbatches": self.num_microbatches,
+        }
 
     def __str__(self) -> str:
         """Such as ``pp2 x tp4, 8 micro-batches, 1f1b``."""
@@ -282,3 +294,28 @@ def grid(shapes: tuple[Shape, ...], batch: int) -> Iterator[Shape]:
         tp, parts = shape.mesh.tp, shape.num_microbatches * shape.mesh.dp
         if tp & (tp - 1) == 0 and batch // parts in HAND_MADE_SAMPLES:
             yield shape
+
+
+def memory_shortfall(
+    shape: Shape, needed_bytes: int, limit_bytes: int, remedy: str = ""
+) -> Shortfall:
+    """That a shape needs more memory than there is."""
+    return Shortfall(
+        what=f"memory of a device with {shape}",
+        needed=needed_bytes,
+        available=limit_bytes,
+        unit="bytes",
+        remedy=remedy,
+        degrees=shape.degrees,
+    )
+
+
+def plain_shapes(shapes: Iterable[Shape]) -> frozenset[Shape]:
+    """Those that need no search: one device, and the batch over as many as it can be cut for.
+
+    Args:
+        shapes: The declared space.
+    """
+    whole = [s for s in shapes if s.mesh.dp == s.mesh.num_ranks]
+    most = max((s.mesh.dp for s in whole), default=1)
+    return frozenset(s for s in whole if s.mesh.dp in (1, most))

@@ -148,7 +148,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
     mesh, count = setting.mesh, setting.num_microbatches
     groups = setting.groups()
     flights = in_flight_of(setting.schedule, mesh, count, setting.warmup)
-    links = _message_seconds(programs, setting)
+    links, shared_s = _message_seconds(programs, setting), _shared_seconds(programs, setting)
     stages: list[StageFigures] = []
     seconds: list[StageSeconds] = []
     finish_s = 0.0
@@ -174,10 +174,11 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
             num_in_flight=flights[index],
         )
         p2p_s = max((s for (source, _), s in links.items() if source == stage.index), default=0.0)
-        stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s)))
+        sync_s = figures.time.sync_s + (shared_s if index < mesh.pp else 0.0)  # once on every rank
+        stages.append(replace(figures, time=replace(figures.time, p2p_s=p2p_s, sync_s=sync_s)))
         seconds.append(stage_seconds)
         finish_s = max(finish_s, last_s)
-    finish_s += _shared_seconds(programs, setting)
+    finish_s += shared_s
     ties = [
         (param.owner, other)
         for param in programs.params.values()
@@ -440,6 +441,7 @@ def _stage(
             copy_s=copy_s,
             offload_s=forward.copy_s,
             fetch_s=backward.copy_s,
+            sync_s=finish.total_s + tied_s * (2 if backward.total_s > 0 else 1),
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,

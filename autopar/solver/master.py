@@ -143,6 +143,10 @@ class Space(Protocol[S_contra, C, V_co]):
         """Sort key, best first."""
         ...
 
+    def is_plain(self, shape: S_contra) -> bool:
+        """Whether a shape is worked out at once: one device, or the batch over all of them."""
+        ...
+
     def is_late(self) -> bool:
         """Whether a wall-clock guard has run out."""
         ...
@@ -232,12 +236,15 @@ class Master(Generic[S, C, V]):
             winner = self._winner()
             known_s = self._known_s()
             if winner is not None and not self._is_flattered(known_s):
-                return winner
+                break
             self._take_back(known_s)
             if self.stopped_by or (winner is None and not self._heap):
                 self._judge(everything=True)
-                return self._winner()
+                break
             self._open_more()
+        if self.stopped_by == "time":
+            self._judge_plain()
+        return self._winner()
 
     def _winner(self) -> V | None:
         """The fastest that fits; among equals the one that is preferred."""
@@ -508,8 +515,7 @@ class Master(Generic[S, C, V]):
             key=lambda o: self.space.preference(o.candidate),
         )
         for row in by_hand[:NUM_BY_HAND]:
-            best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
-            may_win = row.bound_s < best_s  # a bound of what the judge would find
+            may_win = row.bound_s < self._least_judged_s()  # a bound of what the judge would find
             if not row.is_judged and may_win and not self._is_late():
                 self._judge_one(row)
 
@@ -520,6 +526,26 @@ class Master(Generic[S, C, V]):
             best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
             if row.candidate.estimate_s < best_s and not self._is_late():
                 self._judge_one(row)
+
+    def _judge_plain(self) -> None:
+        """Judge what the clock kept from being tried though it takes next to no time to try."""
+        waiting = sorted(w for w in (*self._heap, *self._aside) if self.space.is_plain(w.shape))
+        for row in waiting:
+            for effort in range(row.effort + 1, self.space.early_efforts):
+                if row.bound_s < self._least_judged_s():
+                    sharper_s = self.space.bound_s(row.shape, effort, self._least_judged_s())
+                    row.bound_s, row.effort = max(row.bound_s, sharper_s), effort
+            if row.bound_s < self._least_judged_s():
+                (self._heap if row in self._heap else self._aside).remove(row)
+                self._open(row, self._least_judged_s())
+        plain = [o for o in self._unjudged() if self.space.is_plain(o.shape)]
+        for found in sorted(plain, key=lambda o: self.space.preference(o.candidate)):
+            if found.bound_s < self._least_judged_s():
+                self._judge_one(found)
+
+    def _least_judged_s(self) -> float:
+        """The best time of what was judged and fits."""
+        return min((v.step_s for v in self.verdicts if v.fits), default=inf)
 
     def _judge_one(self, row: _Opened[S, C]) -> None:
         verdict = self.space.judge(row.candidate)

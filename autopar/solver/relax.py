@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, ConstraintError, InfeasibleError, Relaxation
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, Relaxation, Shortfall
 from autopar.ir.graph import Graph
 from autopar.plan.explain import plan_name
 from autopar.plan.types import Plan
+from autopar.solver.candidates import Shape, memory_shortfall
 from autopar.solver.conflict import find_conflict
 from autopar.solver.constraints import Constraints
 from autopar.solver.given import constraint_words, given_constraints, with_degrees
@@ -130,7 +131,7 @@ def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
     """The same refusal with the ways out, fastest plan first."""
     trials = _Trials(asker, near=_near(asker, error))
     _free_constraints(trials)
-    _more_memory(trials, error)
+    fitting = _more_memory(trials, error)
     _more_devices(trials)
     _leaner_states(trials)
     _other_programs(trials, error)
@@ -147,11 +148,31 @@ def with_relaxations(asker: Asker, error: InfeasibleError) -> InfeasibleError:
         )
     return InfeasibleError(
         error.message,
-        error.shortfalls,
+        _least_known(error.shortfalls, fitting, asker.question.limit_bytes),
         relaxations=tuple(ordered),
         notes=tuple(notes),
         num_tried=error.num_tried,
     )
+
+
+def _least_known(
+    rows: tuple[Shortfall, ...], fitting: Iterable[Plan], limit_bytes: int
+) -> tuple[Shortfall, ...]:
+    """Shortfalls with the least that their shapes, and those of plans with more memory, need.
+
+    What a shape needs was estimated while nothing fitted; plans that were found since may do with
+    less, and then that is what is needed.
+    """
+    known = {row.what: row for row in rows}
+    for plan in fitting:
+        shape = Shape(plan.mesh, plan.num_microbatches, plan.schedule, plan.warmup)
+        row = memory_shortfall(shape, plan.peak_bytes, limit_bytes)
+        if row.what not in known or row.needed < known[row.what].needed:
+            known[row.what] = row
+    memory = [row for row in known.values() if row.degrees and row.unit == "bytes"]
+    memory.sort(key=lambda row: (row.needed, row.what))
+    others = [row for row in rows if not (row.degrees and row.unit == "bytes")]
+    return (*memory[: len(rows) - len(others)], *others)
 
 
 def _near(asker: Asker, error: InfeasibleError) -> tuple[Mapping[str, int], ...]:
@@ -172,7 +193,8 @@ def _short(error: AutoparError) -> str:
     """Why a trial gave no plan, in one line."""
     if isinstance(error, InfeasibleError) and error.shortfalls:
         least = min(error.shortfalls, key=lambda s: s.needed)
-        return f"still needs {least.amount(least.needed)}, has {least.amount(least.available)}"
+        needs = f"needs {least.amount(least.needed)}, has {least.amount(least.available)}"
+        return f"{least.what} still {needs}"
     return str(error).partition("\n")[0]
 
 
@@ -207,13 +229,17 @@ def _freed_words(name: str, value: object) -> str:
 
 
 # -- memory -----------------------------------------------------
-def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
-    """The least limit under which a plan is found, and the largest under which none is."""
+def _more_memory(trials: _Trials, error: InfeasibleError) -> tuple[Plan, ...]:
+    """The least limit under which a plan is found, and the largest under which none is.
+
+    Returns:
+        Plans that were found under some limit.
+    """
     asker = trials.asker
     short = asker.question.limit_bytes
     needs = [int(s.needed) for s in error.shortfalls if s.unit == "bytes"]
     if not needs:
-        return
+        return ()
     found: dict[int, Plan] = {}
     for percent in ROOM_PERCENT:
         limit = round_up_bytes(max(min(needs) * percent // 100, short + 1))
@@ -228,7 +254,7 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
         tried = short > asker.question.limit_bytes
         words = f", up to {format_bytes(short)} per device" if tried else " per device"
         trials.take(f"more memory{words}", answer)
-        return
+        return ()
     for _ in range(MAX_BISECTIONS):
         enough = min(found)
         # what the plan needs is a limit that is enough: often far below the one it was found under
@@ -249,6 +275,7 @@ def _more_memory(trials: _Trials, error: InfeasibleError) -> None:
         if isinstance(answer, Plan):
             found[limit] = answer
     _take_limits(trials, found, short)
+    return tuple(found.values())
 
 
 def _take_limits(trials: _Trials, found: Mapping[int, Plan], short: int) -> None:

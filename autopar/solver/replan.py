@@ -24,6 +24,7 @@ from autopar.plan.migration import Migration, migration
 from autopar.plan.pipelines import PipelinePlan
 from autopar.plan.types import Plan
 from autopar.solver.constraints import Constraints
+from autopar.solver.given import constraint_words, constraints_of, given_constraints
 from autopar.solver.mixed import MixedWish, mixed_plan, solve_mixed
 from autopar.solver.mixed_build import Built
 from autopar.solver.mixed_choice import NUM_POLISHED, MixedAnswer, Simulated, evaluated, shares
@@ -99,6 +100,9 @@ class Replan:
                     f"break-even: after {math.ceil(steps):,} steps, "
                     f"{format_time(self.break_even_s)} from the start of the move"
                 )
+        own = constraint_words(given_constraints(constraints_of(self.plan.constraints)))
+        if own:
+            lines.append(f"under: {own} (the user's, as for the old plan)")
         if self.matched:
             lines.append(f"devices: {self.matched}")
         if not self.is_thorough:
@@ -297,7 +301,9 @@ def _mesh(
         else:
             return answer.plan, answer.stay, str(answer)
     stay = _fewer_data_ranks(planner, plan, change.cluster)
-    return planner.plan(change.cluster)[0], stay, ""
+    found = planner.plan(change.cluster)[0]
+    # its degrees were fixed to find it, and nobody asked for them
+    return found, None if stay is None else replace(stay, constraints=found.constraints), ""
 
 
 def _searched(

@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic
 
 from autopar.cluster import Cluster
-from autopar.errors import ConstraintError, InfeasibleError, ShardingError, Shortfall
+from autopar.errors import ConstraintError, InfeasibleError, ShardingError
 from autopar.garbage import no_collections
 from autopar.ir.graph import Graph
 from autopar.plan.types import Plan
@@ -25,7 +25,14 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis, optimizer_s_per_byte
 from autopar.solver.assemble import Field, Outcome, assemble_plan
-from autopar.solver.candidates import Shape, grid, neighbours, shapes
+from autopar.solver.candidates import (
+    Shape,
+    grid,
+    memory_shortfall,
+    neighbours,
+    plain_shapes,
+    shapes,
+)
 from autopar.solver.constraints import Constraints, check_constraints
 from autopar.solver.exact import Setting, exact_figures
 from autopar.solver.foresight import Foresight
@@ -161,6 +168,7 @@ class MeshSearch:
     _ranker: Ranker = field(init=False)
     _foresight: Foresight = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
+    _plain: frozenset[Shape] = frozenset()
     _num_foreseen: int = 0
     _bodies: KeptBodies = field(default_factory=KeptBodies)
     _begin_s: float = field(default_factory=monotonic)
@@ -204,6 +212,7 @@ class MeshSearch:
         )
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
+        self._plain = plain_shapes(space)
         by_hand = set(grid(space, analysis.batch_size))
         master: Master[Shape, Ranked, Outcome] = Master(self)
         winner = master.run(
@@ -293,6 +302,10 @@ class MeshSearch:
             self._num_foreseen = len(self.ranked)
             self._foresight.improving(sorted(self.ranked, key=_preference)[:NUM_IMPROVED])
         self._foresight.go_on()
+
+    def is_plain(self, shape: Shape) -> bool:
+        """Whether a shape is worked out at once: one device, or the batch over all of them."""
+        return shape in self._plain
 
     def outlook_s(self, shape: Shape, best_s: float) -> float:
         """Seconds of the plan that is likely to be found for a shape."""
@@ -506,15 +519,7 @@ class MeshSearch:
             text = f"no plan is possible: {self.errors[0]}"
         remedy = self._remedy(*rows[0]) if rows and self.gives_remedy else ""
         shortfalls = [
-            Shortfall(
-                what=f"memory of a device with {shape}",
-                needed=needed,
-                available=self.limit_bytes,
-                unit="bytes",
-                remedy=remedy,
-                degrees=_degrees(shape),
-            )
-            for needed, shape in rows
+            memory_shortfall(shape, needed, self.limit_bytes, remedy) for needed, shape in rows
         ]
         shortfalls += hosts[: NUM_SHORTFALLS - len(shortfalls)]
         return InfeasibleError(text, tuple(shortfalls), num_tried=self.stats.num_ranked)
@@ -551,7 +556,7 @@ class MeshSearch:
 
         What a shape needs was estimated under another limit: it is tried before it is promised.
         """
-        fixed = with_degrees(self.constraints, _degrees(shape))
+        fixed = with_degrees(self.constraints, shape.degrees)
         for percent in ROOM_PERCENT:
             limit_bytes = round_up_bytes(needed * percent // 100)
             trial = replace(
@@ -565,18 +570,6 @@ class MeshSearch:
                 continue
             return limit_bytes
         return None
-
-
-def _degrees(shape: Shape) -> dict[str, int]:
-    """A shape as constraints."""
-    mesh = shape.mesh
-    return {
-        "dp": mesh.dp,
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "virtual": mesh.virtual,
-        "num_microbatches": shape.num_microbatches,
-    }
 
 
 def _is_like(one: Shape, other: Shape) -> bool:

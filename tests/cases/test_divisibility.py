@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import autopar
 from autopar.errors import ConstraintError
 from autopar.plan.decisions import decisions_of
 from autopar.plan.types import TP_AXIS, Plan
+from autopar.report.text import render_plan
 from autopar.runtime.equivalence import verify_programs
 from autopar.sharding.build import localize
 from autopar.sharding.rules.attention import QUERY_HEADS
@@ -72,6 +74,16 @@ def test_two_key_heads_are_planned_on_more_devices(devices: int) -> None:
         plan = autopar.compile(model(), f"{devices}:h100-sxm", batch, **degrees).plan
         assert plan.mesh.num_ranks <= devices
         assert not degrees or plan.mesh.tp == devices
+
+
+def test_what_data_ranks_split_where_there_is_one_sample_is_named() -> None:
+    plan = autopar.compile(SmallGPT(layers=1), "2:cpu", tokens(1), dp=2).plan
+    (own,) = (c for c in plan.constraints if c.name == "dp")
+    assert re.fullmatch(
+        r"ranks that split dim 1 of '\w+', which stands for the batch of 1", own.effect
+    )
+    assert re.search(r"mesh .*dim 1 of .* over 2\n", render_plan(plan, width=100))
+    assert not any(c.effect.startswith("the batch is split") for c in plan.constraints)
 
 
 def test_a_batch_that_the_degrees_do_not_divide_is_refused_with_both_numbers() -> None:

@@ -20,9 +20,28 @@ import autopar
 from autopar.capture.tracing import capture
 from autopar.errors import ConfigError, InputError, PlanError
 from autopar.plan.types import MeshShape
+from tests.dist.facts import tell
 from tests.dist.ranks import RANK, WORLD, close, refuses, whole
 from tests.plans import hand_made_plan
 from tests.zoo import build
+
+# what is trained: model, pp, dp, tp, stages per rank, micro-batches, ZeRO levels
+TRAINED = {
+    2: {
+        "t5-dp2-zero1": ("t5", 1, 2, 1, 1, 2, 1),
+        "bert-tp2": ("bert", 1, 1, 2, 1, 1, 0),
+        "resnet-dp2-zero3": ("resnet", 1, 2, 1, 1, 1, 3),
+        "vit-pp2-interleaved": ("vit", 2, 1, 1, 2, 2, 0),
+    },
+    4: {
+        "gpt2-pp2-tp2": ("gpt2", 2, 1, 2, 1, 2, 0),
+        "llama-pp2-dp2-zero2-and-1": ("llama", 2, 2, 1, 1, 2, 2, 1),
+    },
+}
+USED = (
+    "surface", "state", "checkpoint", "early_optimizer", "refusals", "weights", "criterion", "half",
+    "host_state",
+)  # fmt: skip
 
 # defaults, since pytest imports every file to look for doctests
 DEVICES = f"{WORLD}:cpu"
@@ -425,6 +444,24 @@ def different_calls(what):
         "mode": "the mode is eval on rank 1, train on rank 0",
     }[what]
     refuses(InputError, said, lambda: model(**batch))
+
+
+def trained():
+    """Training equals one device, told by model and mesh in one launch."""
+
+    def training(name, numbers):
+        def holds():
+            parity(*numbers)
+
+        holds.__name__ = name
+        return holds
+
+    tell(training(*item) for item in TRAINED[WORLD].items())
+
+
+def used():
+    """What is true of compiled models on ranks that live on, told by name in one launch."""
+    tell(globals()[name] for name in USED)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.dist.compiled_cases import TRAINED, USED
+from tests.dist.facts import check, launch
 from tests.spawn import run_ranks
 
 CASES = Path(__file__).with_name("compiled_cases.py")
@@ -20,44 +23,32 @@ def run_case(world_size: int, *args: str) -> None:
         assert result.code == 0, f"rank {rank} ended with {result.code}:\n{result.errors[-2000:]}"
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param(("4", "gpt2", 2, 1, 2, 1, 2, 0), id="gpt2-pp2-tp2"),
-        pytest.param(("4", "llama", 2, 2, 1, 1, 2, 2, 1), id="llama-pp2-dp2-zero2-and-1"),
-        pytest.param(
-            ("4", "gpt2", 2, 2, 1, 1, 2, 2, 0),
-            id="gpt2-pp2-dp2-zero2-and-0",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("2", "t5", 1, 2, 1, 1, 2, 1), id="t5-dp2-zero1"),
-        pytest.param(("2", "bert", 1, 1, 2, 1, 1, 0), id="bert-tp2"),
-        pytest.param(("2", "resnet", 1, 2, 1, 1, 1, 3), id="resnet-dp2-zero3"),
-        pytest.param(("2", "vit", 2, 1, 1, 2, 2, 0), id="vit-pp2-interleaved"),
-    ],
-)
-def test_training_equals_one_device(numbers):
-    world, *rest = map(str, numbers)
-    run_case(int(world), "parity", *rest)
+@pytest.fixture(scope="module")
+def launched():
+    """What facts of a case were told, by ranks and case; each launched once."""
+    return cache(lambda ranks, case: launch(ranks, CASES, args=(case,), timeout_s=240))
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "surface",
-        "closing",
-        "state",
-        "checkpoint",
-        "early_optimizer",
-        "refusals",
-        "weights",
-        "criterion",
-        "half",
-        "host_state",
-    ],
+    ("ranks", "fact"),
+    [(ranks, name) for ranks in TRAINED for name in (*TRAINED[ranks], "ranks end well")],
 )
-def test_two_ranks(case):
-    run_case(2, case)
+def test_training_equals_one_device(launched, ranks, fact):
+    check(launched(ranks, "trained"), fact)
+
+
+@pytest.mark.parametrize("fact", [*USED, "ranks end well"])
+def test_two_ranks(launched, fact):
+    check(launched(2, "used"), fact)
+
+
+@pytest.mark.slow
+def test_training_under_levels_2_and_0_equals_one_device():
+    run_case(4, "parity", *map(str, ("gpt2", 2, 2, 1, 1, 2, 2, 0)))
+
+
+def test_groups_end_with_the_last_model_that_uses_them():
+    run_case(2, "closing")
 
 
 @pytest.mark.parametrize("what", ["content", "shape", "mode"])

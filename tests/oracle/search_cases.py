@@ -125,6 +125,9 @@ class ChainSpace:
     def preference(self, candidate: Found) -> tuple[float, int, int, int, str]:
         return candidate.estimate_s, candidate.problem.pp, 0, 0, ""
 
+    def is_plain(self, shape: StageProblem) -> bool:
+        return False
+
     def is_late(self) -> bool:
         return False
 

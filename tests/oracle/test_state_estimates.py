@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from autopar.cluster import parse_devices
+from autopar.ir.graph import Graph
 from autopar.solver.candidates import shapes
 from autopar.solver.constraints import Constraints
 from autopar.solver.search import MeshSearch
@@ -13,6 +16,11 @@ from tests.equivalence.harness import problem_of
 from tests.zoo import build
 
 CLUSTER = parse_devices("1x4:a100-80gb")
+
+
+@cache
+def captured(name: str) -> Graph:
+    return problem_of(*build(name, layers=2)).graph
 
 
 @pytest.mark.parametrize(
@@ -26,9 +34,8 @@ def test_a_state_is_as_large_as_in_the_programs(
     name: str, split: dict[str, str], dp: int, tp: int, zero: int
 ) -> None:
     """GPT-2 stores queries, keys and values in one parameter, which is used in parts."""
-    graph = problem_of(*build(name, layers=2)).graph
     search = MeshSearch(
-        graph=graph,
+        graph=captured(name),
         model_hash="",
         cluster=CLUSTER,
         constraints=Constraints(

@@ -18,9 +18,9 @@ DEVICES = "2x2:h100-sxm + 2:a100-80gb"
 class Wide(nn.Module):
     """Layers that are worth splitting over a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -28,13 +28,13 @@ class Wide(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
-def build() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def build(layers: int, rows: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     with torch.device("meta"):
-        return Wide(), {"x": torch.empty(4096, 2048), "y": torch.empty(4096, 2048)}
+        return Wide(layers), {"x": torch.empty(rows, 2048), "y": torch.empty(rows, 2048)}
 
 
 def test_a_model_is_planned_for_two_kinds_and_again_without_a_machine(tmp_path):
-    model, batch = build()
+    model, batch = build(layers=4, rows=1024)
     prices = {"h100-sxm": 3.0, "a100-80gb": 1.5}
     model = autopar.compile(model, devices=DEVICES, inputs=batch, cost_per_hour=prices)
     plan = model.plan
@@ -68,7 +68,7 @@ def test_a_model_is_planned_for_two_kinds_and_again_without_a_machine(tmp_path):
 
 
 def test_the_cheapest_plan_may_leave_a_kind_idle():
-    model, batch = build()
+    model, batch = build(layers=2, rows=1024)
     plan = api.plan(
         model, DEVICES, batch, objective="cost", cost_per_hour={"h100-sxm": 50.0, "a100-80gb": 1.0}
     )

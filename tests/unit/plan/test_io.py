@@ -95,7 +95,7 @@ def test_an_edited_plan_is_refused_and_the_remedies_named(example_plan):
 
 def test_an_unknown_version_is_named(example_plan):
     text = edited(example_plan, lambda d: d.update(version=99))
-    with pytest.raises(PlanError, match="has version 99, this autopar reads version 6 and older"):
+    with pytest.raises(PlanError, match="has version 99, this autopar reads version 7 and older"):
         plan_from_json(text)
 
 
@@ -182,6 +182,18 @@ def test_a_file_of_version_5_has_no_saved_values_in_host_memory(example_plan):
     assert plan_from_json(text, accept_edits=True) == example_plan
     with pytest.raises(PlanError, match=r"lacks the field plan\.offload_window_bytes"):
         plan_from_json(text.replace('"version": 5', '"version": 6'), accept_edits=True)
+
+
+def test_a_file_of_version_6_names_no_time_of_what_ranks_exchange_once(example_plan):
+    def as_version_6(data):
+        data["version"] = 6
+        for stage in data["plan"]["stages"]:
+            del stage["time"]["sync_s"]
+
+    text = edited(example_plan, as_version_6)
+    assert plan_from_json(text, accept_edits=True) == example_plan
+    with pytest.raises(PlanError, match=r"lacks the field plan\.stages\[0\]\.time\.sync_s"):
+        plan_from_json(text.replace('"version": 6', '"version": 7'), accept_edits=True)
 
 
 def test_a_warm_up_and_a_placement_in_a_v_are_kept(example_plan):

@@ -55,8 +55,8 @@ Time by stage: one micro-batch, and once per step
   ─────────────────────────────────────────────────────────
     0-3   42.0 %       18.0 %     5.0 %      5.0 %   30.0 %
     4-7   42.0 %       18.0 %     5.0 %      5.0 %   30.0 %
-  Per step: gradients reduced, parameters gathered. Waiting: for other stages (bubbles) and for
-  messages that nothing hides.
+  Per step: gradients reduced, parameters gathered, losses summed. Waiting: for other stages
+  (bubbles) and for messages that nothing hides.
 
 Collectives of one device in one step
   axis  when     collective  calls   payload    time  what for
@@ -317,6 +317,15 @@ def test_an_interleaved_plan_draws_its_stages(example_plan):
 def test_mesh_words_of_every_axis():
     assert mesh_words(MeshShape(tp=4)) == "operators over 4"
     assert mesh_words(MeshShape()) == "one device, nothing is split"
+
+
+def test_a_dim_that_stands_for_the_batch_is_named(example_plan):
+    splits = {**example_plan.splits, "dp": {**example_plan.splits["dp"], "x": "S(1)"}}
+    text = render_plan(replace(example_plan, splits=splits), width=100)
+    assert "dim 1 of x over 2 x operators over 2" in text
+    assert "the batch over" not in text
+    splits["dp"]["labels"] = "S(0)"  # a batch that is not the first dim everywhere
+    assert "the batch over 2" in render_plan(replace(example_plan, splits=splits), width=100)
 
 
 def test_the_gap_is_a_share_of_the_predicted_time(example_plan):

@@ -117,6 +117,23 @@ def test_a_clock_that_ran_out_leaves_a_plan_that_says_so():
     assert 0 < plan.bound_s <= plan.time_s
 
 
+@pytest.mark.parametrize("devices", ["4:cpu", "8:h100-sxm", "6:t4"])
+def test_a_plan_that_the_clock_cut_short_is_no_slower_than_those_that_need_no_search(devices: str):
+    graph = residual_network(4, rows=12, width=32, hidden=64)  # little to gain from many devices
+    cluster = parse_devices(devices)
+
+    def step_s(time_limit_s: float | None = None, **given: int) -> float:
+        wish = Constraints(**given)  # type: ignore[arg-type]
+        return solve(
+            graph, "hash", cluster, constraints=wish, optimizer="adamw", memory_limit_bytes=None,
+            cost_model=AnalyticCostModel(cluster), time_limit_s=time_limit_s,
+        )[0].time_s  # fmt: skip
+
+    most = max(n for n in range(1, cluster.num_devices + 1) if 12 % n == 0)
+    plain = [step_s(dp=n, tp=1, pp=1, num_microbatches=1) for n in (1, most)]
+    assert step_s(time_limit_s=1e-9) <= min(plain) * (1 + 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dgx-h100-pod", "mixed-a100-h100", "two-sites"])
 def test_example_clusters_are_planned_for(name: str):

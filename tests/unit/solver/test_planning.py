@@ -271,6 +271,21 @@ def test_a_lost_machine_of_equal_ones():
     assert {c.name for c in thorough.plan.constraints if c.origin == "user"} <= {"pp"}
 
 
+@pytest.mark.parametrize("thorough", [False, True])
+def test_constraints_of_the_old_plan_are_told_as_the_users_in_the_new_one(thorough: bool):
+    cluster = parse_devices("4x2:h100-sxm")
+    planner = planner_for(pp=1, recompute="none")
+    before, _ = planner.plan(cluster)
+    answer = replan(planner, before, lose(cluster, 1), thorough=thorough)
+    assert answer.stay is not None
+    for plan in (answer.plan, answer.stay):
+        assert plan.constraints == before.constraints
+    assert {(c.name, c.effect) for c in answer.plan.constraints if c.origin == "user"} == {
+        ("pp", "pipeline ranks"), ("recompute", "every block")
+    }  # fmt: skip
+    assert "under: pp=1, recompute='none' (the user's, as for the old plan)" in str(answer)
+
+
 def test_a_lost_machine_of_a_mixed_cluster_keeps_the_other_pipelines():
     cluster = parse_devices("2x1:h100-sxm + 2x1:h100-sxm@0.5")
     planner = planner_for()

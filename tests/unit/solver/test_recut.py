@@ -199,6 +199,9 @@ class NumberedSpace:
     def preference(self, candidate: Guess) -> tuple[float, int, int, int, str]:
         return candidate.estimate_s, candidate.number, 0, 0, ""
 
+    def is_plain(self, shape: int) -> bool:
+        return False
+
     def is_late(self) -> bool:
         return False
 
@@ -340,6 +343,31 @@ def test_a_clock_that_runs_out_ends_a_search_in_which_nothing_fits():
     master: Master[int, Guess, Guess] = Master(Late(table))
     assert master.run(range(6)) is None
     assert master.stopped_by == "time"
+
+
+def test_plans_that_need_no_search_are_judged_whatever_the_clock_says():
+    class Late(NumberedSpace):
+        def is_late(self) -> bool:
+            return bool(self.opened)
+
+        def is_plain(self, shape: int) -> bool:
+            return shape >= 3
+
+    table = {n: ((0.5, 0.5, 0.5), 2.0 + n, 2.0 + n) for n in range(3)}
+    table |= {3: ((0.6, 0.9, 0.9), 1.0, 1.0), 4: ((0.7, 1.1, 1.1), 0.9, 1.2)}
+    table[5] = ((0.8, 0.9, 0.9), float("inf"), 0.0)  # does not fit
+    space = Late(table)
+    master: Master[int, Guess, Guess] = Master(space)
+    winner = master.run(range(6))
+    assert winner is not None
+    assert winner.number == 3
+    assert master.stopped_by == "time"
+    assert {1, 2}.isdisjoint(space.opened), "those need a search"
+    assert master.bound_s == 0.5
+    space.table = {**table, 3: ((0.6, 2.5, 2.5), 1.0, 1.0), 4: ((2.1, 2.1, 2.1), 0.9, 1.2)}
+    space.opened.clear()
+    assert Master[int, Guess, Guess](space).run(range(6)) == Guess(0, 2.0, 2.0)
+    assert {3, 4}.isdisjoint(space.opened), "their bounds say that they can't win"
 
 
 def test_opening_goes_on_where_what_ended_it_does_not_fit():

@@ -80,7 +80,8 @@ def test_a_constraint_that_is_not_to_blame_is_no_way_out():
     asked = question(limit=40 << 10, recompute="none", schedule=ScheduleKind.ONE_F_ONE_B)
     error = refusal(asked)
     assert not any("schedule" in way.what for way in error.relaxations)
-    assert any(note.startswith("leave schedule='1f1b' out: still needs") for note in error.notes)
+    (vain,) = (note for note in error.notes if note.startswith("leave schedule='1f1b' out: "))
+    assert re.search(r"memory of a device with .* still needs [\d.]+ KiB, has 40.00 KiB$", vain)
 
 
 def test_the_least_memory_is_close_to_what_is_not_enough():
@@ -90,6 +91,10 @@ def test_the_least_memory_is_close_to_what_is_not_enough():
     assert there == 32 << 10
     assert short < enough
     assert found.peak_bytes <= enough
+    # what is said to be needed is no more than what is told to be enough
+    needs = [s.needed for s in error.shortfalls]
+    assert needs == sorted(needs)
+    assert needs[0] <= found.peak_bytes
 
 
 def test_without_searches_left_nothing_is_promised():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,9 @@ from autopar.ir.graph import Graph, InputKind
 from autopar.plan.check import check_plan
 from autopar.plan.decisions import decisions_of
 from autopar.plan.io import plan_from_json, plan_hash, plan_to_json
+from autopar.plan.time_terms import plan_terms
 from autopar.plan.types import Plan, ScheduleKind
+from autopar.report.text import render_plan
 from autopar.sharding.build import localize, signatures_of
 from autopar.solver.candidates import device_counts
 from autopar.solver.constraints import Constraints
@@ -27,6 +30,7 @@ from cost_models.base import CostModel
 from tests.joint_graphs import residual_network
 
 WIDE = residual_network(4, rows=64, width=256, hidden=1024)
+SHORT = residual_network(2, rows=8, width=64, hidden=256)
 
 
 def plan_for(
@@ -49,8 +53,14 @@ def plan_for(
     )
 
 
+@cache
+def wide_plan() -> tuple[Plan, SearchStats]:
+    """The answer that several tests look at."""
+    return plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+
+
 def test_the_plan_is_complete_and_its_numbers_agree():
-    plan, stats = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, stats = wide_plan()
     check_plan(plan)
     assert plan_from_json(plan_to_json(plan)) == plan
     assert plan.mesh.num_ranks == 4
@@ -63,12 +73,12 @@ def test_the_plan_is_complete_and_its_numbers_agree():
 
 
 def test_planning_is_deterministic():
-    plans = {plan_hash(plan_for(WIDE, "4:cpu", model=ProportionalCostModel())[0]) for _ in range(2)}
-    assert len(plans) == 1
+    again, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    assert plan_hash(again) == plan_hash(wide_plan()[0])
 
 
 def test_runners_up_say_why_they_lost():
-    plan, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, _ = wide_plan()
     assert plan.runners_up
     assert all("against" in c.reason or "limit" in c.reason for c in plan.runners_up)
     simulated = [c.time_s for c in plan.runners_up if c.reason.startswith("simulated")]
@@ -76,7 +86,7 @@ def test_runners_up_say_why_they_lost():
 
 
 def test_each_runner_up_pinned_is_no_faster_than_the_plan():
-    plan, _ = plan_for(WIDE, "4:cpu", model=ProportionalCostModel())
+    plan, _ = wide_plan()
     for lost in plan.runners_up[:3]:
         pinned, _ = plan_for(
             WIDE,
@@ -102,6 +112,20 @@ def test_a_model_that_is_too_small_leaves_devices_idle_and_says_so():
     assert any("3 of 4 devices stay idle" in text for text in plan.assumptions)
 
 
+@pytest.mark.parametrize("given", [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 4, "zero": 3}])
+def test_with_one_stage_no_rank_waits_and_all_that_ranks_exchange_is_named(given: dict[str, int]):
+    plan, _ = plan_for(WIDE, "4:cpu", **{"dp": 1, "tp": 1, "pp": 1, **given})
+    time, terms = plan.stages[0].time, plan_terms(plan)
+    assert terms is not None
+    assert terms.waiting_s == pytest.approx(0, abs=1e-9 * plan.time_s)
+    assert terms.total_s == pytest.approx(plan.time_s)
+    sums_losses = plan.mesh.dp > 1
+    assert (time.sync_s > 0) == sums_losses
+    told = [t.time_s for t in plan.stages[0].collectives if t.where == "once per step"]
+    assert time.reduce_s + time.unshard_s + time.sync_s >= sum(told) * (1 - 1e-9)
+    assert ("sync" in render_plan(plan)) == sums_losses
+
+
 def test_a_batch_of_one_is_not_split():
     plan, _ = plan_for(residual_network(2, rows=1, width=64, hidden=256), "4:cpu")
     assert plan.mesh.dp == 1
@@ -119,12 +143,16 @@ def test_every_degree_that_the_user_fixes_is_kept():
     assert names == {"dp", "tp", "pp", "num_microbatches", "schedule", "zero"}
 
 
+@cache
+def free_of_zero() -> tuple[Plan, SearchStats]:
+    return plan_for(SHORT, "4:cpu", tp=2)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_zero_level_brings_data_ranks(zero: int):
-    graph = residual_network(2, rows=8, width=64, hidden=256)
-    free, _ = plan_for(graph, "4:cpu", tp=2)
+    free, _ = free_of_zero()
     assert free.mesh.dp == 1
-    plan, _ = plan_for(graph, "4:cpu", tp=2, zero=zero)
+    plan, _ = plan_for(SHORT, "4:cpu", tp=2, zero=zero)
     assert plan.mesh.dp == 2
     assert {s.zero_level for s in plan.stages} == {zero}
 
