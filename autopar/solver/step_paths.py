@@ -17,15 +17,12 @@ from enum import IntEnum
 from functools import lru_cache
 from math import exp, log1p
 
-from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of
-from autopar.plan.schedule import Order
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.step_rows import NONE, StepRows, step_rows
 
 KEPT = 6  # graphs
 LEAST_SHARE = 1e-6  # of a mixture: what is on paths of less is left out
 COLD = 30.0  # heats apart: what is so much shorter has no part in a mixture
-K = ActionKind
 
 
 class Term(IntEnum):
@@ -44,14 +41,17 @@ class Term(IntEnum):
 Path = Mapping[tuple[Term, int], float]
 """How often a path, or a mixture of paths, has each term of each stage."""
 
-_TERMS = {
-    K.FORWARD: Term.FORWARD,
-    K.BACKWARD: Term.BACKWARD,
-    K.BACKWARD_INPUT: Term.INPUTS,
-    K.BACKWARD_WEIGHT: Term.WEIGHTS,
-}
-_Key = tuple[bool, int, int]
-_Thing = tuple[int, _Key | None, _Key | None]
+_TERMS = (
+    Term.FORWARD,
+    Term.BACKWARD,
+    Term.INPUTS,
+    Term.WEIGHTS,
+    Term.GATHER,
+    Term.REDUCE,
+    Term.EACH,
+    Term.EACH,  # there is no eighth thing
+)
+"""By thing of :mod:`autopar.solver.step_rows`."""
 
 
 @lru_cache(maxsize=KEPT)
@@ -70,9 +70,9 @@ def paths_of(
         mesh: The pipeline alone.
         count: Micro-batches.
         warmup: As for :func:`~autopar.plan.orders.order_of`.
-        reduces_each: As of :class:`StepPaths`.
+        reduces_each: As of :func:`~autopar.solver.step_rows.step_rows`.
     """
-    return StepPaths(order_of(kind, mesh, count, warmup), mesh.num_stages, reduces_each)
+    return StepPaths(step_rows(kind, mesh, count, warmup, reduces_each=reduces_each))
 
 
 @dataclass(slots=True)
@@ -80,51 +80,62 @@ class StepPaths:
     """The graph of one order.
 
     Args:
-        order: Who computes what when; every stage sends to its neighbours alone.
-        num_stages: Stages of all ranks.
-        reduces_each: Whether gradients may be reduced after every backward too, not only after
-            the last one.
+        order: Who does what when.
     """
 
-    order: Order
-    num_stages: int
-    reduces_each: bool = False
+    order: StepRows
+    num_stages: int = field(init=False)
     _terms: list[int] = field(default_factory=list)
     _before: list[int] = field(default_factory=list)
     _beside: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        rank_of = {c.stage: rank for rank, row in enumerate(self.order) for c in row}
-        rows = [self._things(rank, rank_of) for rank in range(len(self.order))]
-        sent: dict[_Key, int] = {}
-        ways: dict[tuple[int, int], int] = {}
-        waiting: dict[_Key, int] = {}
-        position, last = [0] * len(rows), [-1] * len(rows)
-        ready = list(range(len(rows)))
+        order = self.order
+        self.num_stages = order.num_stages
+        terms, before, beside = self._terms, self._before, self._beside
+        sent, waiting = [NONE] * order.num_places, [NONE] * order.num_places
+        ways = [NONE] * order.num_lanes
+        # a message over a boundary is that of its later stage, either way
+        messages = [self._index(Term.MESSAGE, max(edge)) for edge in order.edge_stages]
+        tables = [
+            (row, [self._index(term, stage) for stage in row.stages for term in _TERMS])
+            for row in order.rows
+        ]
+        position, last = [0] * len(tables), [NONE] * len(tables)
+        ready = list(range(len(tables)))
+        number = 0
         while ready:
             rank = ready.pop()
-            row = rows[rank]
-            while position[rank] < len(row):
-                term, reads, sends = row[position[rank]]
-                beside = -1
-                if reads is not None:
-                    if reads not in sent:
-                        waiting[reads] = rank
+            (row, own), at, latest = tables[rank], position[rank], last[rank]
+            things, microbatches, reads, sends = row.things, row.microbatches, row.reads, row.sends
+            while at < len(things):
+                thing = things[at]
+                place, source = reads[thing], NONE
+                if place >= 0:
+                    place += microbatches[at]
+                    source = sent[place]
+                    if source < 0:
+                        waiting[place] = rank
                         break
-                    beside = sent[reads]
-                last[rank] = self._add(term, last[rank], beside)
-                if sends is not None:
-                    way = (rank, rank_of[sends[1]])
-                    # a message over a boundary is that of its later stage, either way
-                    boundary = sends[1] if sends[0] else sends[1] + 1
-                    at = self._add(
-                        self._index(Term.MESSAGE, boundary), last[rank], ways.get(way, -1)
-                    )
-                    ways[way] = sent[sends] = at
-                    if sends in waiting:
-                        ready.append(waiting.pop(sends))
-                position[rank] += 1
+                terms.append(own[thing])
+                before.append(latest)
+                beside.append(source)
+                latest = number
+                number += 1
+                place = sends[thing]
+                if place >= 0:
+                    place += microbatches[at]
+                    way = row.lanes[thing]
+                    terms.append(messages[row.edges[thing]])
+                    before.append(latest)
+                    beside.append(ways[way])
+                    ways[way] = sent[place] = number
+                    number += 1
+                    if waiting[place] >= 0:
+                        ready.append(waiting[place])
+                at += 1
+            position[rank], last[rank] = at, latest
         self._ends = [at for at in last if at >= 0]
 
     def __len__(self) -> int:
@@ -133,38 +144,6 @@ class StepPaths:
 
     def _index(self, term: Term, stage: int) -> int:
         return int(term) * self.num_stages + stage
-
-    def _add(self, term: int, before: int, beside: int) -> int:
-        self._terms.append(term)
-        self._before.append(before)
-        self._beside.append(beside)
-        return len(self._terms) - 1
-
-    def _things(self, rank: int, rank_of: Mapping[int, int]) -> list[_Thing]:
-        """A rank's row: the term of each thing, the message it waits for, the one it sends."""
-        row = self.order[rank]
-        first: dict[int, int] = {}
-        last = {c.stage: position for position, c in enumerate(row)}
-        has_backwards = any(c.kind is not K.FORWARD for c in row)
-        found: list[_Thing] = []
-        for position, (stage, kind, microbatch) in enumerate(row):
-            if first.setdefault(stage, position) == position:
-                found.append((self._index(Term.GATHER, stage), None, None))
-            reads = sends = None
-            if kind is not K.BACKWARD_WEIGHT:
-                ahead = kind is K.FORWARD
-                source, target = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
-                if rank_of.get(source, rank) != rank:
-                    reads = (ahead, stage, microbatch)
-                if rank_of.get(target, rank) != rank:
-                    sends = (ahead, target, microbatch)
-            found.append((self._index(_TERMS[kind], stage), reads, sends))
-            makes_gradients = kind in (K.BACKWARD, K.BACKWARD_WEIGHT)
-            if self.reduces_each and makes_gradients:
-                found.append((self._index(Term.EACH, stage), None, None))
-            if has_backwards and last[stage] == position:
-                found.append((self._index(Term.REDUCE, stage), None, None))
-        return found
 
     def longest(
         self, seconds: Sequence[Sequence[float]], *, most: int | None = None

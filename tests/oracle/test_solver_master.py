@@ -8,13 +8,12 @@ from math import inf
 
 import pytest
 
-from autopar.plan.orders import order_of
 from autopar.plan.types import ScheduleKind
 from autopar.solver.order_bound import OrderBound
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.stages_problem import BlockMenu, memory_bytes
-from autopar.solver.step_paths import Path, StepPaths
+from autopar.solver.step_paths import Path, paths_of
 from tests.oracle.search_cases import (
     ROUNDING,
     Verdict,
@@ -107,9 +106,7 @@ def test_a_bound_goes_on_where_it_was_left(seed: int):
 
 def test_a_path_names_what_it_has_of_each_term():
     problem = next(p for s in range(20) for p in shapes_of(s, 5) if p.schedule is ScheduleKind.ZBV)
-    graph = StepPaths(
-        order_of(problem.schedule, problem.mesh, problem.num_microbatches), problem.num_stages
-    )
+    graph = paths_of(problem.schedule, problem.mesh, problem.num_microbatches)
     plan = next(every_plan(problem))
     rng = random.Random(0)
     seconds = [[rng.random() for _ in range(problem.num_stages)] for _ in range(7)]
@@ -127,9 +124,7 @@ def test_a_mixture_is_a_mean_of_paths(seed: int):
     """No longer than the longest path, for any seconds; near it where it was made, if cold."""
     rng = random.Random(seed)
     for problem in shapes_of(seed, most_blocks=5):
-        graph = StepPaths(
-            order_of(problem.schedule, problem.mesh, problem.num_microbatches), problem.num_stages
-        )
+        graph = paths_of(problem.schedule, problem.mesh, problem.num_microbatches)
 
         def some(stages: int = problem.num_stages) -> list[list[float]]:
             return [[rng.random() for _ in range(stages)] for _ in range(8)]
