@@ -11,7 +11,7 @@ this order is shorter than any of its paths.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -72,28 +72,70 @@ def paths_of(
         warmup: As for :func:`~autopar.plan.orders.order_of`.
         reduces_each: As of :func:`~autopar.solver.step_rows.step_rows`.
     """
-    return StepPaths(step_rows(kind, mesh, count, warmup, reduces_each=reduces_each))
+    return StepPaths((step_rows(kind, mesh, count, warmup, reduces_each=reduces_each),))
+
+
+@lru_cache(maxsize=KEPT)
+def joint_paths_of(
+    kind: ScheduleKind, mesh: MeshShape, counts: tuple[int, ...], *, reduces_each: bool = False
+) -> StepPaths:
+    """One graph of the orders of several numbers of micro-batches.
+
+    Steps that begin alike share what they begin with: it is gone through once for all of them.
+    """
+    return StepPaths(
+        tuple(step_rows(kind, mesh, count, reduces_each=reduces_each) for count in counts)
+    )
 
 
 @dataclass(slots=True)
 class StepPaths:
-    """The graph of one order.
+    """The graph of one order, or of several.
 
     Args:
-        order: Who does what when.
+        orders: Who does what when.
     """
 
-    order: StepRows
+    orders: tuple[StepRows, ...]
     num_stages: int = field(init=False)
     _terms: list[int] = field(default_factory=list)
     _before: list[int] = field(default_factory=list)
     _beside: list[int] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=list)
+    _last: list[list[int]] = field(default_factory=list)  # by order, the last thing of each rank
 
     def __post_init__(self) -> None:
-        order = self.order
-        self.num_stages = order.num_stages
-        terms, before, beside = self._terms, self._before, self._beside
+        self.num_stages = self.orders[0].num_stages
+        add = self._append if len(self.orders) == 1 else self._shared()
+        for order in self.orders:
+            self._last.append([at for at in self._add(order, add) if at >= 0])
+
+    @property
+    def _ends(self) -> list[int]:
+        """Of the first order."""
+        return self._last[0]
+
+    def _append(self, term: int, before: int, beside: int) -> int:
+        """One more thing; its number."""
+        self._terms.append(term)
+        self._before.append(before)
+        self._beside.append(beside)
+        return len(self._terms) - 1
+
+    def _shared(self) -> Callable[[int, int, int], int]:
+        """The same, but for a thing that is there already: it ends when that ends."""
+        known: dict[tuple[int, int, int], int] = {}
+
+        def add(term: int, before: int, beside: int) -> int:
+            key = (term, before, beside)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._append(term, before, beside)
+            return found
+
+        return add
+
+    def _add(self, order: StepRows, add: Callable[[int, int, int], int]) -> list[int]:
+        """All things of an order; the last of each rank."""
         sent, waiting = [NONE] * order.num_places, [NONE] * order.num_places
         ways = [NONE] * order.num_lanes
         # a message over a boundary is that of its later stage, either way
@@ -104,7 +146,6 @@ class StepPaths:
         ]
         position, last = [0] * len(tables), [NONE] * len(tables)
         ready = list(range(len(tables)))
-        number = 0
         while ready:
             rank = ready.pop()
             (row, own), at, latest = tables[rank], position[rank], last[rank]
@@ -118,25 +159,17 @@ class StepPaths:
                     if source < 0:
                         waiting[place] = rank
                         break
-                terms.append(own[thing])
-                before.append(latest)
-                beside.append(source)
-                latest = number
-                number += 1
+                latest = add(own[thing], latest, source)
                 place = sends[thing]
                 if place >= 0:
                     place += microbatches[at]
                     way = row.lanes[thing]
-                    terms.append(messages[row.edges[thing]])
-                    before.append(latest)
-                    beside.append(ways[way])
-                    ways[way] = sent[place] = number
-                    number += 1
+                    ways[way] = sent[place] = add(messages[row.edges[thing]], latest, ways[way])
                     if waiting[place] >= 0:
                         ready.append(waiting[place])
                 at += 1
             position[rank], last[rank] = at, latest
-        self._ends = [at for at in last if at >= 0]
+        return last
 
     def __len__(self) -> int:
         """Computes, messages and once-per-step work."""
@@ -154,14 +187,7 @@ class StepPaths:
             seconds: By term, by stage.
             most: Of the ranks that end last, how many paths are wanted; all if left out.
         """
-        weights = [row[s] for row in seconds for s in range(self.num_stages)]
-        ends: list[float] = []
-        add = ends.append
-        for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
-            end_s = ends[before] if before >= 0 else 0.0
-            if beside >= 0 and ends[beside] > end_s:
-                end_s = ends[beside]
-            add(end_s + weights[term])
+        ends = self._ended(seconds)
         last = sorted(self._ends, key=lambda at: -ends[at])
         return ends[last[0]], tuple(self._path(at, ends) for at in last[:most])
 
@@ -217,8 +243,23 @@ class StepPaths:
             if count > LEAST_SHARE
         }
 
+    def dearest(self, seconds: Sequence[Sequence[float]]) -> tuple[Path, ...]:
+        """The longest path of each order."""
+        ends = self._ended(seconds)
+        last = (sorted(row, key=lambda at: -ends[at])[0] for row in self._last)
+        return tuple(self._path(at, ends) for at in last)
+
     def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
         """Seconds until all ranks are done."""
+        return self.ends_s(seconds)[0]
+
+    def ends_s(self, seconds: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """The same for each order."""
+        ends = self._ended(seconds)
+        return tuple(max(ends[at] for at in row) for row in self._last)
+
+    def _ended(self, seconds: Sequence[Sequence[float]]) -> list[float]:
+        """When each thing has ended."""
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
         add = ends.append
@@ -227,7 +268,7 @@ class StepPaths:
             if beside >= 0 and ends[beside] > end_s:
                 end_s = ends[beside]
             add(end_s + weights[term])
-        return max(ends[at] for at in self._ends)
+        return ends
 
     def _path(self, at: int, ends: Sequence[float]) -> Path:
         counts: Counter[int] = Counter()
