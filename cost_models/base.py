@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from autopar.cluster.topology import Cluster
@@ -136,23 +136,22 @@ def slowest_group(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[int, ..
     A plan is priced with it, since all stages wait for the slowest. For ``"pp"`` it is the
     slowest pair of neighbours.
     """
-    groups = axis_groups(mesh, axis)
-    if axis == PP_AXIS and mesh.pp > 1:
-        # the last stage hands over to the first where stages are dealt round robin
-        wraps = mesh.virtual > 1 and mesh.placement is StagePlacement.LOOP
-        hops = [(g[i], g[(i + 1) % mesh.pp]) for g in groups for i in range(mesh.pp)]
-        groups = tuple(hops if wraps else [h for h in hops if h[0] < h[1]])
-
+    groups: Iterable[tuple[int, ...]] = _hops(mesh) if axis == PP_AXIS and mesh.pp > 1 else ()
     # groups that lie alike have the same links: of thousands few differ
     kinds: dict[object, int] = {}
-    lies = [
-        (at, kinds.setdefault((m.intra, m.inter, m.site), len(kinds)))
-        for at, m in enumerate(cluster.machines)
-        for _ in range(m.num_devices)
-    ]
+    lies: list[tuple[int, int]] = []
+    for at, m in enumerate(cluster.machines):
+        kind = kinds.setdefault((m.intra, m.inter, m.site), len(kinds))
+        lies += [(at, kind)] * m.num_devices
     known: dict[object, tuple[float, float]] = {}
+    seen: set[tuple[tuple[int, int], ...]] = set()  # hops between the same machines are alike
     best: tuple[tuple[float, float], tuple[int, ...]] | None = None
-    for group in groups:
+    for group in groups or axis_groups(mesh, axis):
+        if len(group) == 2:
+            pair = (lies[group[0]], lies[group[1]])
+            if pair in seen:
+                continue
+            seen.add(pair)
         counts = Counter(lies[rank] for rank in group)
         key = tuple((kind, count) for (_, kind), count in counts.items())
         if key not in known:
@@ -162,6 +161,21 @@ def slowest_group(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[int, ..
                 best = known[key], group
     assert best is not None, "a mesh has ranks"
     return best[1]
+
+
+def _hops(mesh: MeshShape) -> list[tuple[int, ...]]:
+    """Pairs of ranks of neighbouring pipeline ranks."""
+    width = mesh.dp * mesh.tp
+    # the last stage hands over to the first where stages are dealt round robin
+    wraps = mesh.virtual > 1 and mesh.placement is StagePlacement.LOOP
+    last = width * (mesh.pp - 1)
+    hops: list[tuple[int, ...]] = []
+    for rank in range(width):
+        own = range(rank, rank + last, width)
+        hops += zip(own, range(rank + width, rank + last + 1, width), strict=True)
+        if wraps:
+            hops.append((rank + last, rank))
+    return hops
 
 
 def link_words(cluster: Cluster, mesh: MeshShape) -> dict[str, str]:

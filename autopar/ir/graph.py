@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from typing import TypeAlias
 
@@ -278,6 +279,11 @@ class Graph:
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
+
+    @cached_property
+    def kept(self) -> dict[str, object]:
+        """What is found out about this very graph, by name, for those who ask again."""
+        return {}
 
     def metas(self) -> dict[str, Meta]:
         """Meta of every value by name."""

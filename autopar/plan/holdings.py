@@ -33,6 +33,10 @@ class Holding:
     boxes: Mapping[int, Box]
 
 
+Holdings: TypeAlias = Mapping[str, tuple[TensorMeta, tuple[Holding, ...]]]
+"""Where every parameter lies: its meta at rest, and a holding for each pipeline."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stage:
     """What decides where the parameters of a stage lie."""
@@ -52,8 +56,8 @@ def volume(box: Box) -> int:
     return total
 
 
-def holdings(plan: Plan, graph: Graph) -> dict[str, tuple[TensorMeta, tuple[Holding, ...]]]:
-    """Where every parameter lies: its meta at rest, and a holding for each pipeline.
+def holdings(plan: Plan, graph: Graph) -> Holdings:
+    """Where every parameter lies.
 
     Args:
         plan: The plan.
@@ -98,16 +102,17 @@ def _owners(graph: Graph, firsts: tuple[str, ...]) -> dict[str, int]:
         return dict.fromkeys(names, 0)
     owners: dict[str, int] = {}
     stage_map = assign_stages(graph, firsts)
-    demands = stage_demands(graph, stage_map, frozenset())
-    for node in graph.nodes:
-        read = [ref for ref in node.refs() if ref in names]
-        if not read:
-            continue
-        home = stage_map.stage.get(node.name)
-        # what every stage can make for itself is made, and its weights read, where it is wanted
-        stages = [s for s, d in enumerate(demands) if node.name in d.wanted]
+    reading = [(n, read) for n in graph.nodes if (read := [r for r in n.refs() if r in names])]
+    # what every stage can make for itself is made, and its weights read, where it is wanted
+    free = {node.name for node, _ in reading if node.name not in stage_map.stage}
+    first: dict[str, int] = {}
+    demands = stage_demands(graph, stage_map, frozenset()) if free else ()
+    for stage, demand in enumerate(demands):
+        for name in free & demand.wanted:
+            first.setdefault(name, stage)
+    for node, read in reading:
+        at = stage_map.stage.get(node.name, first.get(node.name, 0))
         for ref in read:
-            at = min(stages, default=0) if home is None else home
             owners[ref] = min(owners.get(ref, at), at)
     return owners
 
@@ -124,15 +129,19 @@ def _storage(name: str, parts: Sequence[Input], stage: _Stage) -> tuple[TensorMe
 
 def _boxes(meta: TensorMeta, layout: Layout, stage: _Stage) -> Iterator[tuple[int, Box]]:
     sizes = {1: stage.dp, 2: stage.tp}
+    known: dict[tuple[int, ...], Box | None] = {}  # by what a layout asks of a rank's place
+    shards = [(axis, p.dim) for axis in sizes if isinstance(p := layout[axis], Shard)]
     for index, rank in enumerate(stage.ranks):
-        at = {1: index // stage.tp, 2: index % stage.tp}
-        box = [(0, n) for n in meta.shape]
-        for axis, size in sizes.items():
-            placement = layout[axis]
-            if isinstance(placement, Shard):
-                low, high = box[placement.dim]
-                chunk = shard_size(high - low, size)
-                begin = min(high, low + at[axis] * chunk)
-                box[placement.dim] = (begin, min(high, begin + chunk))
-        if volume(tuple(box)):
-            yield rank, tuple(box)
+        place = {1: index // stage.tp, 2: index % stage.tp}
+        key = tuple([place[axis] for axis, _ in shards])
+        if key not in known:
+            box = [(0, n) for n in meta.shape]
+            for (axis, dim), at in zip(shards, key, strict=True):
+                low, high = box[dim]
+                chunk = shard_size(high - low, sizes[axis])
+                begin = min(high, low + at * chunk)
+                box[dim] = (begin, min(high, begin + chunk))
+            known[key] = tuple(box) if volume(tuple(box)) else None
+        found = known[key]
+        if found is not None:
+            yield rank, found

@@ -15,14 +15,15 @@ part of it: nobody told how fast the storage is.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 from autopar.cluster import Cluster
 from autopar.errors import ConfigError, PlanError
 from autopar.ir.graph import Graph, TensorMeta
-from autopar.plan.holdings import Box, Holding, holdings, volume
+from autopar.plan.holdings import Box, Holding, Holdings, holdings, volume
 from autopar.plan.types import Plan
 from autopar.units import format_bytes, format_time
 
@@ -78,25 +79,37 @@ class _Traffic:
     lost: int = 0
     received: dict[tuple[int, bool], int] = field(default_factory=dict)
     sent: dict[tuple[int, bool], int] = field(default_factory=dict)
-    machines: dict[int, int] = field(default_factory=dict)
+    machines: list[int] = field(init=False)  # by rank
+    loads: list[int] = field(init=False)  # by rank, all that it sends
 
-    def machine(self, rank: int) -> int:
-        if rank not in self.machines:
-            self.machines[rank] = self.cluster.machine_of(rank)
-        return self.machines[rank]
+    def __post_init__(self) -> None:
+        self.machines = [
+            index for index, m in enumerate(self.cluster.machines) for _ in range(m.num_devices)
+        ]
+        self.loads = [0] * len(self.machines)
 
-    def load(self, rank: int) -> int:
-        return self.sent.get((rank, True), 0) + self.sent.get((rank, False), 0)
+    def nearest(self, sources: Sequence[int], rank: int) -> int:
+        """A holder on the rank's own machine if there is one; of those the least busy."""
+        machines, loads = self.machines, self.loads
+        own = machines[rank]
+        best = sources[0]
+        least = (machines[best] != own, loads[best], best)
+        for source in sources[1:]:
+            key = (machines[source] != own, loads[source], source)
+            if key < least:
+                best, least = source, key
+        return best
 
     def carry(self, source: int, target: int, amount: int) -> None:
-        between = self.machine(source) != self.machine(target)
+        between = self.machines[source] != self.machines[target]
+        self.loads[source] += amount
         for table, rank in ((self.sent, source), (self.received, target)):
             table[rank, between] = table.get((rank, between), 0) + amount
 
     def seconds(self) -> float:
         slowest_s = 0.0
         for rank in {r for r, _ in (*self.sent, *self.received)}:
-            machine = self.cluster.machines[self.machine(rank)]
+            machine = self.cluster.machines[self.machines[rank]]
             time_s = 0.0
             for between, link in ((False, machine.intra), (True, machine.inter)):
                 out, back = self.sent.get((rank, between), 0), self.received.get((rank, between), 0)
@@ -115,6 +128,7 @@ def migration(
     ranks: Mapping[int, int] | None = None,
     state_bytes: Mapping[str, int] | None = None,
     checkpoint_bytes_per_s: float | None = None,
+    held: Holdings | None = None,
 ) -> Migration:
     """What must travel from one plan to another.
 
@@ -127,6 +141,7 @@ def migration(
             are gone are left out. All ranks keep their number if left out.
         state_bytes: Parameter -> bytes of its optimizer state; none if left out.
         checkpoint_bytes_per_s: How fast all ranks together read a checkpoint, if that is known.
+        held: The holdings of the first plan, if they are known.
 
     Raises:
         PlanError: The plans are of different models.
@@ -143,7 +158,8 @@ def migration(
         )
     stays = {r: r for r in range(min(before.num_devices, after.num_devices))}
     stays = stays if ranks is None else dict(ranks)
-    old, new = holdings(before, graph), holdings(after, graph)
+    old = holdings(before, graph) if held is None else held
+    new = holdings(after, graph)
     traffic = _Traffic(cluster)
     groups: dict[object, list[str]] = {}
     for name, (meta, rows) in new.items():
@@ -204,50 +220,56 @@ def _travel(
     weight: float,
 ) -> int:
     """Account for one tensor; the elements that travel or are lost, all receivers together."""
+    sides: list[set[tuple[int, int]]] = [set() for _ in meta.shape]
+    for row in (*have, *want):
+        for box in set(row.values()):
+            for side, interval in zip(sides, box, strict=True):
+                side.add(interval)
     cuts = [
-        sorted(
-            {0, size} | {at for row in (*have, *want) for box in row.values() for at in box[dim]}
-        )
-        for dim, size in enumerate(meta.shape)
+        sorted({0, size, *(at for interval in side for at in interval)})
+        for side, size in zip(sides, meta.shape, strict=True)
     ]
+    known: dict[Box, list[tuple[Box, int]]] = {}  # cells of a box, with their elements
+
+    def cells(box: Box) -> list[tuple[Box, int]]:
+        found = known.get(box)
+        if found is None:
+            found = known[box] = [(cell, volume(cell)) for cell in _cells(box, cuts)]
+        return found
+
     holders: dict[Box, list[int]] = {}
     own: dict[int, list[Box]] = {}
     for row in have:
         for rank, box in row.items():
             own.setdefault(rank, []).append(box)
-            for cell in _cells(box, cuts):
+            for cell, _ in cells(box):
                 holders.setdefault(cell, []).append(rank)
     moved = 0
     for row in want:
         for rank, box in sorted(row.items()):
-            for cell in _cells(box, cuts):
-                amount = round(volume(cell) * weight)
-                if any(_contains(mine, cell) for mine in own.get(rank, ())):
+            mine = own.get(rank, ())
+            for cell, elements in cells(box):
+                amount = round(elements * weight)
+                if any(_contains(outer, cell) for outer in mine):
                     traffic.kept += amount
                     continue
-                moved += volume(cell)
+                moved += elements
                 sources = holders.get(cell)
                 if sources is None:
                     traffic.lost += amount
                     holders[cell] = [rank]
                     continue
-                traffic.carry(_nearest(sources, rank, traffic), rank, amount)
+                traffic.carry(traffic.nearest(sources, rank), rank, amount)
     return moved
-
-
-def _nearest(sources: Sequence[int], rank: int, traffic: _Traffic) -> int:
-    """A holder on the rank's own machine if there is one; of those the least busy."""
-    machine = traffic.machine(rank)
-    return min(sources, key=lambda s: (traffic.machine(s) != machine, traffic.load(s), s))
 
 
 def _cells(box: Box, cuts: Sequence[Sequence[int]]) -> list[Box]:
     """A box cut at all boundaries inside it."""
-    cells: list[Box] = [()]
+    intervals = []
     for (low, high), points in zip(box, cuts, strict=True):
-        inside = [p for p in points if low <= p <= high]
-        cells = [(*cell, (a, b)) for cell in cells for a, b in pairwise(inside)]
-    return cells
+        inside = points[bisect_left(points, low) : bisect_right(points, high)]
+        intervals.append(list(pairwise(inside)))
+    return list(product(*intervals))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

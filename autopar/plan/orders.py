@@ -14,6 +14,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from autopar.errors import ConfigError
+from autopar.plan.order_codes import (
+    CodedRow,
+    eager_codes,
+    forward_codes,
+    v_codes,
+    whole_codes,
+    zero_bubble_codes,
+)
 from autopar.plan.schedule import Order, compute_order, forward_order
 from autopar.plan.types import MeshShape, Plan, ScheduleKind, StagePlacement
 from autopar.plan.zero_bubble import eager_1f1b_order, zero_bubble_h1_order, zero_bubble_v_order
@@ -48,6 +56,34 @@ def order_of(
         case ScheduleKind.ZBV:
             return zero_bubble_v_order(mesh.pp, num_microbatches)
     return _placed(compute_order(kind, mesh.pp, mesh.virtual, num_microbatches), mesh)
+
+
+def codes_of(
+    kind: ScheduleKind,
+    mesh: MeshShape,
+    num_microbatches: int,
+    warmup: Sequence[int] | None = None,
+) -> tuple[CodedRow, ...]:
+    """The same as numbers, which are made much faster; arguments are those of :func:`order_of`.
+
+    Raises:
+        ConfigError: As there.
+    """
+    fault = schedule_fault(kind, mesh, warmup)
+    if fault:
+        raise ConfigError(fault)
+    pp = mesh.pp
+    if warmup is not None:
+        rows = eager_codes(warmup, num_microbatches)
+    elif kind is ScheduleKind.ZERO_BUBBLE:
+        rows = zero_bubble_codes(pp, num_microbatches)
+    elif kind is ScheduleKind.ZBV:
+        rows = v_codes(pp, num_microbatches)
+    elif kind is ScheduleKind.FORWARD:
+        rows = forward_codes(pp, mesh.virtual, num_microbatches)
+    else:
+        rows = whole_codes(kind, pp, mesh.virtual, num_microbatches)
+    return tuple(CodedRow(row, mesh.stages_of(rank)) for rank, row in enumerate(rows))
 
 
 def forwards_of(mesh: MeshShape, num_microbatches: int) -> Order:

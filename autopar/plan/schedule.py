@@ -27,11 +27,21 @@ would wait for each other. Values between two stages on one rank need no message
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import ge
+from functools import partial
+from itertools import accumulate, chain, compress
+from operator import gt, or_
 from typing import NamedTuple, TypeAlias
 
 from autopar.errors import ConfigError
 from autopar.plan.actions import Action, ActionKind
+from autopar.plan.order_codes import (
+    CODED_KINDS,
+    NUM_KINDS,
+    CodedRow,
+    forward_codes,
+    microbatches,
+    whole_codes,
+)
 from autopar.plan.types import MeshShape, ScheduleKind
 
 F = ActionKind.FORWARD
@@ -40,6 +50,8 @@ I = ActionKind.BACKWARD_INPUT  # noqa: E741 - the schedules' own letter
 W = ActionKind.BACKWARD_WEIGHT
 # which pass a compute belongs to, by what it reads of other stages: W reads only its own
 _PASS = {F: F, B: B, I: B}
+FIELD_BITS = 32  # of a number of micro-batches, where several of them are one integer
+FIELD = (1 << FIELD_BITS) - 1
 
 
 class Compute(NamedTuple):
@@ -62,6 +74,32 @@ ActionLists: TypeAlias = tuple[tuple[Action, ...], ...]
 
 Edge: TypeAlias = tuple[int, int]
 """A source stage and a target stage."""
+
+
+_made = partial(tuple.__new__, Compute)  # of a triple, without a call of its constructor
+
+
+def decoded(codes: Sequence[int], stages: Sequence[int]) -> tuple[Compute, ...]:
+    """The computes of a rank.
+
+    Args:
+        codes: Written as numbers (:mod:`autopar.plan.order_codes`).
+        stages: The rank's stages, in the order of the model.
+
+    >>> print(*decoded([0, 4, 5, 1], (2, 5)))
+    2F0 5F0 5B0 2B0
+    """
+    own = [stage for stage in stages for _ in CODED_KINDS]
+    kinds = CODED_KINDS * len(stages)
+    columns = (map(own.__getitem__, codes), map(kinds.__getitem__, codes), microbatches(codes))
+    return tuple(map(_made, zip(*columns, strict=True)))
+
+
+def coded(row: Sequence[Compute]) -> CodedRow:
+    """A rank's computes as numbers, and its stages; micro-batches are taken to be in order."""
+    stages = tuple(sorted({c.stage for c in row}))
+    first = {stage: NUM_KINDS * at for at, stage in enumerate(stages)}
+    return CodedRow([first[stage] + CODED_KINDS.index(kind) for stage, kind, _ in row], stages)
 
 
 def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: int) -> Order:
@@ -87,74 +125,27 @@ def compute_order(kind: ScheduleKind, pp: int, virtual: int, num_microbatches: i
     match kind:
         case ScheduleKind.FORWARD:
             return forward_order(pp, virtual, num_microbatches)
-        case ScheduleKind.GPIPE:
-            rounds, all_first = [num_microbatches], True
-        case ScheduleKind.ONE_F_ONE_B:
-            if virtual > 1:
-                raise ConfigError(
-                    f"schedule '1f1b' has one stage per pipeline rank, not {virtual}; "
-                    "use 'interleaved'"
-                )
-            rounds, all_first = [num_microbatches], False
-        case ScheduleKind.INTERLEAVED:
-            rounds, all_first = round_sizes(pp, num_microbatches), False
-        case _:
+        case ScheduleKind.ONE_F_ONE_B if virtual > 1:
             raise ConfigError(
-                f"compute_order: schedule {kind.value!r} splits backwards; its order is that of "
-                "autopar.plan.orders.order_of"
+                f"schedule '1f1b' has one stage per pipeline rank, not {virtual}; use 'interleaved'"
             )
-    forwards, backwards = _chunk_orders(rounds, virtual)
-    total = len(forwards)
-    result = []
-    for rank in range(pp):
-        if all_first:
-            warmup = total
-        elif virtual == 1:
-            warmup = min(total, pp - rank - 1)
-        else:
-            warmup = min(total, (virtual - 1) * max(rounds) + 2 * (pp - rank - 1))
-        row = [Compute(chunk * pp + rank, F, mb) for chunk, mb in forwards[:warmup]]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            row.append(Compute(forward[0] * pp + rank, F, forward[1]))
-            row.append(Compute(backward[0] * pp + rank, B, backward[1]))
-        row.extend(Compute(chunk * pp + rank, B, mb) for chunk, mb in backwards[total - warmup :])
-        result.append(tuple(row))
-    return tuple(result)
+        case ScheduleKind.GPIPE | ScheduleKind.ONE_F_ONE_B | ScheduleKind.INTERLEAVED:
+            rows = whole_codes(kind, pp, virtual, num_microbatches)
+            return _dealt(rows, pp, virtual)
+    raise ConfigError(
+        f"compute_order: schedule {kind.value!r} splits backwards; its order is that of "
+        "autopar.plan.orders.order_of"
+    )
+
+
+def _dealt(rows: Iterable[Sequence[int]], pp: int, virtual: int) -> Order:
+    """An order whose stages are dealt round robin."""
+    return tuple(decoded(row, range(rank, pp * virtual, pp)) for rank, row in enumerate(rows))
 
 
 def forward_order(pp: int, virtual: int, num_microbatches: int) -> Order:
     """Forwards only, as evaluation and inference run them: the first half of GPipe's order."""
-    whole = compute_order(ScheduleKind.GPIPE, pp, virtual, num_microbatches)
-    return tuple(tuple(c for c in row if c.kind is F) for row in whole)
-
-
-def round_sizes(pp: int, num_microbatches: int) -> list[int]:
-    """Sizes of the rounds of an interleaved schedule, largest first.
-
-    No round is smaller than ``pp`` unless there is only one: with smaller ones the backward of a
-    round can be due on one rank before the forward that it waits for is reached on another.
-
-    >>> round_sizes(4, 9)
-    [5, 4]
-    """
-    count = max(1, num_microbatches // pp)
-    base, extra = divmod(num_microbatches, count)
-    return [base + 1] * extra + [base] * (count - extra)
-
-
-def _chunk_orders(
-    rounds: Sequence[int], virtual: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(Chunk, micro-batch) of every forward and every backward of one rank."""
-    forwards: list[tuple[int, int]] = []
-    backwards: list[tuple[int, int]] = []
-    start = 0
-    for size in rounds:
-        members = range(start, start + size)
-        forwards.extend((chunk, mb) for chunk in range(virtual) for mb in members)
-        backwards.extend((chunk, mb) for chunk in reversed(range(virtual)) for mb in members)
-        start += size
-    return forwards, backwards
+    return _dealt(forward_codes(pp, virtual, num_microbatches), pp, virtual)
 
 
 def in_flight(order: Order, stage: int) -> int:
@@ -180,17 +171,25 @@ def all_in_flight(order: Order) -> tuple[int, ...]:
     """
     most: dict[int, int] = {}
     for row in order:
-        alive = dict.fromkeys((c.stage for c in row), 0)
-        if all(c.kind is F for c in row):
-            most.update(dict.fromkeys(alive, 1))
-            continue
-        for stage, kind, _ in row:
-            if kind is F:
-                alive[stage] += 1
-                most[stage] = max(most.get(stage, 0), alive[stage])
-            elif kind is not I:
-                alive[stage] -= 1
+        codes, stages = coded(row)
+        most.update(zip(stages, most_in_flight(codes, len(stages)), strict=True))
     return tuple(most[stage] for stage in sorted(most))
+
+
+def most_in_flight(codes: Sequence[int], num_stages: int) -> list[int]:
+    """The same of the stages of a rank whose computes are written as numbers."""
+    if not _has_backwards(codes):
+        return [1] * num_stages
+    found = []
+    for at in range(num_stages):
+        change = [0] * (NUM_KINDS * num_stages)
+        change[NUM_KINDS * at : NUM_KINDS * (at + 1)] = [1, -1, 0, -1]
+        found.append(max(accumulate(map(change.__getitem__, codes))))
+    return found
+
+
+def _has_backwards(codes: Sequence[int]) -> bool:
+    return any(CODED_KINDS[code % NUM_KINDS] is not F for code in set(codes))
 
 
 class Alive(NamedTuple):
@@ -210,37 +209,47 @@ def alive_together(order: Order) -> tuple[tuple[Mapping[int, Alive], ...], ...]:
     >>> [{s: n.before for s, n in moment.items()} for moment in alive_together(order)[0]]
     [{0: 1, 1: 1}, {0: 2, 1: 0}]
     """
-    return tuple(_alive(row) for row in order)
+    return tuple(alive_at_once(*coded(row)) for row in order)
 
 
-def _alive(row: Sequence[Compute]) -> tuple[Mapping[int, Alive], ...]:
-    stages = sorted({c.stage for c in row})
-    if all(c.kind is F for c in row):
+def alive_at_once(codes: Sequence[int], stages: Sequence[int]) -> tuple[Mapping[int, Alive], ...]:
+    """The same of a rank whose computes are written as numbers."""
+    if not _has_backwards(codes):
         return tuple({s: Alive(int(s == one), 0) for s in stages} for one in stages)
-    place = {stage: 2 * at for at, stage in enumerate(stages)}
-    alive = [0] * (2 * len(stages))  # before and between, by stage
-    seen: dict[tuple[int, ...], None] = {}
-    kinds = [c.kind for c in row] + [B]
-    for (stage, kind, _), follows in zip(row, kinds[1:], strict=True):
-        at = place[stage]
-        if kind is F:
-            alive[at] += 1
-        elif kind is I:
-            alive[at] -= 1
-            alive[at + 1] += 1
-        else:
-            alive[at + (kind is W)] -= 1
-        # forwards in a row: the last of them has the most
-        if kind is I or (kind is F and follows is not F):
-            seen[tuple(alive)] = None
-    most: list[tuple[int, ...]] = []
-    for one in sorted(seen, key=sum, reverse=True):  # nothing is exceeded by what has less in all
-        if not any(all(map(ge, other, one)) for other in most):
-            most.append(one)
-    kept = set(most)
-    return tuple(
-        {s: Alive(v[place[s]], v[place[s] + 1]) for s in stages} for v in seen if v in kept
-    )
+    # what is alive is one integer, of a field for each number
+    fields = [1 << FIELD_BITS * at for at in range(2 * len(stages))]  # before, between, by stage
+    change: list[int] = []
+    for before, between in zip(fields[::2], fields[1::2], strict=True):
+        change += [before, -before, between - before, -between]
+    alive = accumulate(map(change.__getitem__, codes))
+    # forwards in a row: the last of them has the most; beside them halves of backwards add
+    kinds = CODED_KINDS * len(stages)
+    is_forward, is_half = ([kind is own for kind in kinds] for own in (F, I))
+    ahead = list(map(is_forward.__getitem__, codes))
+    last_ahead = map(gt, ahead, chain(ahead[1:], (False,)))
+    tells = map(or_, last_ahead, map(is_half.__getitem__, codes))
+    seen = dict.fromkeys(compress(alive, tells))
+    return tuple(_unpacked(one, stages) for one in _not_exceeded(seen, len(fields)))
+
+
+def _unpacked(packed: int, stages: Sequence[int]) -> dict[int, Alive]:
+    numbers = [packed >> FIELD_BITS * at & FIELD for at in range(2 * len(stages))]
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return {stage: Alive(*pair) for stage, pair in zip(stages, pairs, strict=True)}
+
+
+def _not_exceeded(seen: Iterable[int], num_fields: int) -> Iterator[int]:
+    """Those that no other one has at least as much of everything as, in order."""
+    rows = list(seen)
+    # a bit above each number, which the difference keeps where the number is not the smaller one
+    guards = sum(1 << FIELD_BITS * at + FIELD_BITS - 1 for at in range(num_fields))
+    most: list[int] = []
+    # what has less in all exceeds nothing; as a digit sum is what nines leave
+    for one in sorted(rows, key=FIELD.__rmod__, reverse=True):
+        if not any((other - one) & guards == guards for other in most):
+            most.append(one | guards)
+    kept = {one ^ guards for one in most}
+    return (one for one in rows if one in kept)
 
 
 def action_lists(

@@ -13,11 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from autopar.errors import ConfigError
-from autopar.plan.actions import ActionKind
-from autopar.plan.schedule import Compute, Order
-
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+from autopar.plan.order_codes import eager_codes, v_codes, zero_bubble_codes
+from autopar.plan.schedule import Order, decoded
 
 
 def eager_1f1b_order(warmup: Sequence[int], num_microbatches: int) -> Order:
@@ -43,16 +40,8 @@ def eager_1f1b_order(warmup: Sequence[int], num_microbatches: int) -> Order:
             f"eager_1f1b_order: warm-up depths are {tuple(warmup)}, must be at least 1 and must "
             "not increase along the pipeline"
         )
-    rows = []
-    for stage, depth in enumerate(warmup):
-        first = min(depth, num_microbatches)
-        row = [Compute(stage, F, mb) for mb in range(first)]
-        for mb in range(num_microbatches):
-            row.append(Compute(stage, B, mb))
-            if first + mb < num_microbatches:
-                row.append(Compute(stage, F, first + mb))
-        rows.append(tuple(row))
-    return tuple(rows)
+    rows = eager_codes(warmup, num_microbatches)
+    return tuple(decoded(row, (stage,)) for stage, row in enumerate(rows))
 
 
 def zero_bubble_h1_order(pp: int, num_microbatches: int) -> Order:
@@ -71,20 +60,8 @@ def zero_bubble_h1_order(pp: int, num_microbatches: int) -> Order:
         torch.distributed.pipelining.
     """
     _check_counts(pp, num_microbatches)
-    rows = []
-    for rank in range(pp):
-        warmup = min(num_microbatches, pp - rank - 1)
-        row = [Compute(rank, F, mb) for mb in range(warmup)]
-        for mb in range(num_microbatches):
-            if warmup + mb < num_microbatches:
-                row.append(Compute(rank, F, warmup + mb))
-            row.append(Compute(rank, INPUT, mb))
-            if mb >= rank:
-                row.append(Compute(rank, WEIGHT, mb - rank))
-        last = max(0, num_microbatches - rank)
-        row += [Compute(rank, WEIGHT, mb) for mb in range(last, num_microbatches)]
-        rows.append(tuple(row))
-    return tuple(rows)
+    rows = zero_bubble_codes(pp, num_microbatches)
+    return tuple(decoded(row, (rank,)) for rank, row in enumerate(rows))
 
 
 def zero_bubble_v_order(pp: int, num_microbatches: int) -> Order:
@@ -105,43 +82,8 @@ def zero_bubble_v_order(pp: int, num_microbatches: int) -> Order:
         torch.distributed.pipelining.
     """
     _check_counts(pp, num_microbatches)
-    return tuple(_v_row(pp, rank, num_microbatches) for rank in range(pp))
-
-
-def _v_row(pp: int, rank: int, num_microbatches: int) -> tuple[Compute, ...]:
-    down, up = rank, 2 * pp - 1 - rank
-    total = max(2 * pp - 1, num_microbatches)
-    done: dict[tuple[int, ActionKind], int] = {}
-    row: list[Compute] = []
-
-    def run(stage: int, *kinds: ActionKind) -> None:
-        for kind in kinds:
-            mb = done.get((stage, kind), 0)
-            done[stage, kind] = mb + 1
-            if mb < num_microbatches:
-                row.append(Compute(stage, kind, mb))
-
-    for _ in range(2 * (pp - rank) - 1):
-        run(down, F)
-    for _ in range(rank):
-        run(up, F)
-        run(down, F)
-    for _ in range(pp - rank):
-        run(up, F, INPUT, WEIGHT)
-    while done.get((up, F), 0) < done[down, F] or done[down, F] < total:
-        if done[down, F] < total:
-            run(down, F)
-        run(down, INPUT, WEIGHT)
-        run(up, F, INPUT, WEIGHT)
-    for _ in range(rank):
-        run(down, INPUT)
-        run(up, INPUT)
-    for _ in range(pp - rank):
-        run(down, INPUT, WEIGHT)
-    for stage in (up, down):
-        while done.get((stage, WEIGHT), 0) < done[stage, INPUT]:
-            run(stage, WEIGHT)
-    return tuple(row)
+    rows = v_codes(pp, num_microbatches)
+    return tuple(decoded(row, (rank, 2 * pp - 1 - rank)) for rank, row in enumerate(rows))
 
 
 def _check_counts(pp: int, num_microbatches: int) -> None:

@@ -68,6 +68,42 @@ def backward_operators(graph: Graph) -> frozenset[str]:
     return frozenset(n.name for n in graph.nodes if n.name in reached)
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What does not depend on where stages begin.
+
+    Attributes:
+        position: Of every operator.
+        backward: As in :class:`StageMap`.
+        needed: Likewise ``forward_needed``.
+        shared: Operators that every stage makes for itself.
+    """
+
+    position: dict[str, int]
+    backward: frozenset[str]
+    needed: frozenset[str]
+    shared: set[str]
+
+
+def _facts_of(graph: Graph) -> _Facts:
+    """Found once for each graph: plans are localized again and again."""
+    found = graph.kept.get("stages")
+    if isinstance(found, _Facts):
+        return found
+    backward = backward_operators(graph)
+    forward_roots = {
+        o.value.name
+        for o in graph.outputs
+        if o.value is not None
+        and o.kind in (OutputKind.LOSS, OutputKind.OUTPUT, OutputKind.MUTATION)
+    }
+    needed = ancestors(graph, forward_roots)
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    facts = _Facts(position, backward, needed, _shared(graph, needed | backward))
+    graph.kept["stages"] = facts
+    return facts
+
+
 def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
     """Stage of every operator.
 
@@ -78,7 +114,8 @@ def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
     Raises:
         ShardingError: A first operator does not exist or they are out of order.
     """
-    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    facts = _facts_of(graph)
+    position, backward, needed, shared = facts.position, facts.backward, facts.needed, facts.shared
     starts = []
     for name in firsts:
         if name not in position:
@@ -86,15 +123,6 @@ def assign_stages(graph: Graph, firsts: tuple[str, ...]) -> StageMap:
         starts.append(position[name])
     if starts != sorted(set(starts)):
         raise ShardingError(f"stage boundaries {firsts} are not in execution order")
-    backward = backward_operators(graph)
-    forward_roots = {
-        o.value.name
-        for o in graph.outputs
-        if o.value is not None
-        and o.kind in (OutputKind.LOSS, OutputKind.OUTPUT, OutputKind.MUTATION)
-    }
-    needed = ancestors(graph, forward_roots)
-    shared = _shared(graph, needed | backward)
     stage: dict[str, int] = {}
     last = len(firsts)
     for index, node in enumerate(graph.nodes):

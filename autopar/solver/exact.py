@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.ir.graph import Graph, OutputKind, TensorMeta
-from autopar.plan.actions import ActionKind
+from autopar.plan.actions import Action, ActionKind
 from autopar.plan.orders import receives_ahead
-from autopar.plan.schedule import ActionLists
 from autopar.plan.types import CollectiveTotal, MemoryParts, MeshShape, ScheduleKind, TimeParts
 from autopar.sharding.host_copies import HOST_COPIES
 from autopar.sharding.placement import local_shape
@@ -198,7 +197,7 @@ def exact_figures(programs: LocalPrograms, setting: Setting) -> ExactFigures:
         links=links,
     )
     is_apart = mesh.virtual == 1 and not setting.schedule.splits_backward
-    lists = () if is_apart else step.rank_lists()
+    lists = () if is_apart else step.memory_lists()
     if setting.schedule.splits_backward:
         stages = [_with_own_peak(s, index, lists, mesh) for index, s in enumerate(stages)]
     run_s = step.makespan_s()
@@ -281,7 +280,7 @@ def _num_owned(programs: LocalPrograms, mesh: MeshShape, rank: int) -> int:
 
 
 def _rank_bytes(
-    stages: Sequence[StageFigures], setting: Setting, lists: ActionLists
+    stages: Sequence[StageFigures], setting: Setting, lists: Sequence[Sequence[Action]]
 ) -> tuple[int, ...]:
     """Peak per pipeline rank.
 
@@ -298,7 +297,7 @@ def _rank_bytes(
 
 
 def _with_own_peak(
-    figures: StageFigures, index: int, lists: ActionLists, mesh: MeshShape
+    figures: StageFigures, index: int, lists: Sequence[Sequence[Action]], mesh: MeshShape
 ) -> StageFigures:
     """A stage whose backwards are split, with the bytes of its worst moment as if it were alone.
 

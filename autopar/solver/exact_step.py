@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from autopar.plan.actions import Action, ActionKind
-from autopar.plan.orders import receives_ahead
-from autopar.plan.schedule import ActionLists, Edge, Order, action_lists
+from autopar.plan.order_codes import CODED_KINDS
+from autopar.plan.orders import codes_of, order_of, receives_ahead
+from autopar.plan.schedule import ActionLists, Edge, Order, action_lists, decoded
 from autopar.plan.types import MeshShape, ScheduleKind
-from autopar.solver.order_times import ends_of, order_in
+from autopar.solver.order_times import ends_of
+from autopar.solver.step_rows import GATHER, NUM_THINGS, REDUCE, StepRow, step_rows
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
 
@@ -51,16 +54,27 @@ class ExactStep:
     @property
     def order(self) -> Order:
         """Who computes what in which order."""
-        return order_in(self.kind, self.mesh, self.num_microbatches, self.warmup)
+        return order_of(self.kind, self.mesh, self.num_microbatches, self.warmup)
 
     def rank_lists(self) -> ActionLists:
         """What every rank does, but for messages."""
         return action_lists(self.order, self.mesh, tied=self.ties, zero_levels=self.zero_levels)
 
+    def memory_lists(self) -> Sequence[Sequence[Action]]:
+        """The same for those who count bytes, whose actions need no micro-batches.
+
+        What every rank holds at a moment follows from how often it has done what.
+        """
+        if self.kind is ScheduleKind.FORWARD or max(self.zero_levels, default=0) >= 2:
+            return self.rank_lists()
+        order = step_rows(self.kind, self.mesh, self.num_microbatches, self.warmup)
+        return [_actions(row) for row in order.rows]
+
     def rank_list(self, rank: int) -> Sequence[Action]:
-        """The same for one rank."""
-        row = self.order[rank : rank + 1]
-        return action_lists(row, self.mesh, tied=self.ties, zero_levels=self.zero_levels)[0]
+        """What one rank does."""
+        rows = codes_of(self.kind, self.mesh, self.num_microbatches, self.warmup)
+        order = (decoded(*rows[rank]),)
+        return action_lists(order, self.mesh, tied=self.ties, zero_levels=self.zero_levels)[0]
 
     def simulation(self) -> Simulation:
         """The step up to the last reduction."""
@@ -126,3 +140,15 @@ class ExactStep:
                 now[one] = now[one] + amounts[0] + amounts[1]
             else:
                 now[one] = now[other] = max(now[one], now[other]) + max(amounts)
+
+
+def _actions(row: StepRow) -> Sequence[Action]:
+    """A row whose parameters are gathered once and whose gradients are reduced once."""
+    table: list[tuple[Action, ...]] = []
+    for stage in row.stages:
+        own: list[tuple[Action, ...]] = [(Action(stage, kind),) for kind in CODED_KINDS]
+        own += [()] * (NUM_THINGS - len(own))
+        own[GATHER] = (Action(stage, ActionKind.UNSHARD),)
+        own[REDUCE] = (Action(stage, ActionKind.RESHARD), Action(stage, ActionKind.REDUCE_GRAD))
+        table += own
+    return list(chain.from_iterable(map(table.__getitem__, row.things)))

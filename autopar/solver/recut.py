@@ -30,7 +30,7 @@ from autopar.solver.stages_problem import (
     memory_bytes,
     surrogate_s,
 )
-from autopar.solver.step_paths import Path, StepPaths, Term, paths_of
+from autopar.solver.step_paths import StepPaths, Term, joint_paths_of
 
 MAX_TRIALS = 300  # work limit: choices that are run
 MAX_THINGS = 1_500_000  # work limit: computes of all choices that are run
@@ -75,12 +75,14 @@ class Recut:
     _bytes: dict[tuple[Alive, bool], list[list[int]]] = field(default_factory=dict)
     _transients: list[tuple[int, int, int]] = field(init=False)
     _times: list[list[list[float]]] = field(init=False)
-    _made: list[tuple[float, StepPaths]] = field(default_factory=list)
+    _sampled: Sequence[tuple[int, float]] = field(init=False)  # steps that are run, with weights
+    _made: StepPaths | None = None
     _known: dict[object, _Picks | None] = field(default_factory=dict)
     _exchanged: dict[tuple[int, int], list[_Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
+        self._sampled = sampled_counts(problem)
         sums = self._sums = sums_of(problem.blocks)
         self._kind, self._counts = sums.kind, sums.counts
         self._menus = sums.first  # a block of each kind
@@ -99,14 +101,13 @@ class Recut:
         ]
 
     @property
-    def _graphs(self) -> list[tuple[float, StepPaths]]:
-        """The steps that are run, with their weights; made when a choice is found to fit."""
-        problem = self.problem
-        if not self._made:
+    def _graph(self) -> StepPaths:
+        """The steps that are run as one graph; made when a choice is found to fit."""
+        if self._made is None:
+            problem = self.problem
             each = any(b.num_reduces > 1 for b in problem.blocks)
-            for n, weight in sampled_counts(problem):
-                graph = paths_of(problem.schedule, problem.mesh, n, reduces_each=each)
-                self._made.append((weight, graph))
+            counts = tuple(n for n, _ in self._sampled)
+            self._made = joint_paths_of(problem.schedule, problem.mesh, counts, reduces_each=each)
         return self._made
 
     def improved(self, *starts: Starts) -> StageSolution | None:
@@ -118,7 +119,7 @@ class Recut:
 
     def _improved(self, best: _Choice) -> _Choice:
         trials, moved = 1, self.problem.fixed_starts is None
-        count = sum(n for n, _ in sampled_counts(self.problem))
+        count = sum(n for n, _ in self._sampled)
         most = min(self.max_trials, MAX_THINGS // (2 * self.problem.num_stages * count))
         while moved:
             moved = False
@@ -181,8 +182,8 @@ class Recut:
         """How much of a micro-batch's time in each stage is on the longest paths."""
         dear = [0.0] * self.problem.num_stages
         seconds = self._seconds(choice.starts, choice.picks)
-        for weight, graph in self._graphs:
-            path: Path = graph.longest(seconds, most=1)[1][0]
+        paths = self._graph.dearest(seconds)
+        for (_, weight), path in zip(self._sampled, paths, strict=True):
             for (term, stage), count in path.items():
                 if term is not Term.MESSAGE:
                     dear[stage] += weight * count * (2.0 if term is Term.BACKWARD else 1.0)
@@ -206,7 +207,8 @@ class Recut:
             for s, row in zip(stages, fitted, strict=True):
                 picks[s] = row
         seconds = self._seconds(starts, picks)
-        time_s = sum(weight * graph.end_s(seconds) for weight, graph in self._graphs)
+        ends_s = self._graph.ends_s(seconds)
+        time_s = sum(weight * s for (_, weight), s in zip(self._sampled, ends_s, strict=True))
         update = [self._sums.update[high] - self._sums.update[low] for low, high in runs]
         ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
         return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))

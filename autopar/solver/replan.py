@@ -20,6 +20,7 @@ from autopar.errors import ConfigError, ConstraintError, InfeasibleError
 from autopar.garbage import no_collections
 from autopar.ir.graph import InputKind, TensorMeta
 from autopar.plan.diff import PlanDiff
+from autopar.plan.holdings import holdings
 from autopar.plan.migration import Migration, migration
 from autopar.plan.pipelines import PipelinePlan
 from autopar.plan.types import Plan
@@ -246,20 +247,22 @@ def replan(
         is_thorough = not searched
     if stay is not None and _is_better(planner, stay, found):
         found = stay
-    states = state_bytes(planner)
+    states, held = state_bytes(planner), holdings(plan, planner.graph)
 
     def travel(to: Plan) -> Migration:
         return migration(
             plan, to, planner.graph, change.cluster, ranks=change.ranks, state_bytes=states,
-            checkpoint_bytes_per_s=checkpoint_bytes_per_s,
+            checkpoint_bytes_per_s=checkpoint_bytes_per_s, held=held,
         )  # fmt: skip
 
+    to_new = travel(found)
+    to_stay = None if stay is None else to_new if stay is found else travel(stay)
     return Replan(
         plan=found,
         stay=stay,
         diff=plan.diff(found),
-        migration=travel(found),
-        stay_migration=None if stay is None else travel(stay),
+        migration=to_new,
+        stay_migration=to_stay,
         is_thorough=is_thorough,
         searched=searched,
         matched=change.matched,

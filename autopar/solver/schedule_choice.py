@@ -128,9 +128,11 @@ def best_order(
     limit_s = plain.time_s * (1 - LEAST_GAIN)
     others = _others(mesh, plain, stages, wish) if is_promising() else ()
     for kind, depths in others:
-        found = _tried(kind, depths, mesh, problem, stages)
-        fits = max(found.memory_bytes) <= problem.limit_bytes
-        if fits and found.time_s < min(limit_s, best.time_s):
+        tried, memory = _held(kind, depths, mesh, problem, stages)
+        if max(memory) > problem.limit_bytes:
+            continue
+        found = _run(kind, depths, mesh, tried, stages, memory)
+        if found.time_s < min(limit_s, best.time_s):
             best = found
     if best is plain and max(plain.memory_bytes) > problem.limit_bytes:
         return own
@@ -185,15 +187,38 @@ def _tried(
     problem: StageProblem,
     stages: StageSolution,
 ) -> ChosenOrder:
+    tried, memory = _held(kind, warmup, mesh, problem, stages)
+    return _run(kind, warmup, mesh, tried, stages, memory)
+
+
+def _held(
+    kind: ScheduleKind,
+    warmup: tuple[int, ...] | None,
+    mesh: MeshShape,
+    problem: StageProblem,
+    stages: StageSolution,
+) -> tuple[StageProblem, tuple[int, ...]]:
+    """The cut problem in an order, and estimated peaks per pipeline rank."""
     count = problem.num_microbatches
     alive, together = flights_of(kind, mesh, _enough(kind, mesh, count, warmup), warmup)
     tried = replace(problem, schedule=kind, in_flight=alive, together=together)
+    return tried, memory_bytes(tried, stages.starts, stages.options)
+
+
+def _run(
+    kind: ScheduleKind,
+    warmup: tuple[int, ...] | None,
+    mesh: MeshShape,
+    problem: StageProblem,
+    stages: StageSolution,
+    memory: tuple[int, ...],
+) -> ChosenOrder:
     return ChosenOrder(
         schedule=kind,
         warmup=warmup,
-        problem=tried,
-        memory_bytes=memory_bytes(tried, stages.starts, stages.options),
-        time_s=simulated_s(mesh, tried, stages, warmup),
+        problem=problem,
+        memory_bytes=memory,
+        time_s=simulated_s(mesh, problem, stages, warmup),
     )
 
 

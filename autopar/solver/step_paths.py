@@ -11,21 +11,18 @@ this order is shorter than any of its paths.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from math import exp, log1p
 
-from autopar.plan.actions import ActionKind
-from autopar.plan.orders import order_of
-from autopar.plan.schedule import Order
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.step_rows import NONE, StepRows, step_rows
 
 KEPT = 6  # graphs
 LEAST_SHARE = 1e-6  # of a mixture: what is on paths of less is left out
 COLD = 30.0  # heats apart: what is so much shorter has no part in a mixture
-K = ActionKind
 
 
 class Term(IntEnum):
@@ -44,14 +41,17 @@ class Term(IntEnum):
 Path = Mapping[tuple[Term, int], float]
 """How often a path, or a mixture of paths, has each term of each stage."""
 
-_TERMS = {
-    K.FORWARD: Term.FORWARD,
-    K.BACKWARD: Term.BACKWARD,
-    K.BACKWARD_INPUT: Term.INPUTS,
-    K.BACKWARD_WEIGHT: Term.WEIGHTS,
-}
-_Key = tuple[bool, int, int]
-_Thing = tuple[int, _Key | None, _Key | None]
+_TERMS = (
+    Term.FORWARD,
+    Term.BACKWARD,
+    Term.INPUTS,
+    Term.WEIGHTS,
+    Term.GATHER,
+    Term.REDUCE,
+    Term.EACH,
+    Term.EACH,  # there is no eighth thing
+)
+"""By thing of :mod:`autopar.solver.step_rows`."""
 
 
 @lru_cache(maxsize=KEPT)
@@ -70,62 +70,106 @@ def paths_of(
         mesh: The pipeline alone.
         count: Micro-batches.
         warmup: As for :func:`~autopar.plan.orders.order_of`.
-        reduces_each: As of :class:`StepPaths`.
+        reduces_each: As of :func:`~autopar.solver.step_rows.step_rows`.
     """
-    return StepPaths(order_of(kind, mesh, count, warmup), mesh.num_stages, reduces_each)
+    return StepPaths((step_rows(kind, mesh, count, warmup, reduces_each=reduces_each),))
+
+
+@lru_cache(maxsize=KEPT)
+def joint_paths_of(
+    kind: ScheduleKind, mesh: MeshShape, counts: tuple[int, ...], *, reduces_each: bool = False
+) -> StepPaths:
+    """One graph of the orders of several numbers of micro-batches.
+
+    Steps that begin alike share what they begin with: it is gone through once for all of them.
+    """
+    return StepPaths(
+        tuple(step_rows(kind, mesh, count, reduces_each=reduces_each) for count in counts)
+    )
 
 
 @dataclass(slots=True)
 class StepPaths:
-    """The graph of one order.
+    """The graph of one order, or of several.
 
     Args:
-        order: Who computes what when; every stage sends to its neighbours alone.
-        num_stages: Stages of all ranks.
-        reduces_each: Whether gradients may be reduced after every backward too, not only after
-            the last one.
+        orders: Who does what when.
     """
 
-    order: Order
-    num_stages: int
-    reduces_each: bool = False
+    orders: tuple[StepRows, ...]
+    num_stages: int = field(init=False)
     _terms: list[int] = field(default_factory=list)
     _before: list[int] = field(default_factory=list)
     _beside: list[int] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=list)
+    _last: list[list[int]] = field(default_factory=list)  # by order, the last thing of each rank
 
     def __post_init__(self) -> None:
-        rank_of = {c.stage: rank for rank, row in enumerate(self.order) for c in row}
-        rows = [self._things(rank, rank_of) for rank in range(len(self.order))]
-        sent: dict[_Key, int] = {}
-        ways: dict[tuple[int, int], int] = {}
-        waiting: dict[_Key, int] = {}
-        position, last = [0] * len(rows), [-1] * len(rows)
-        ready = list(range(len(rows)))
+        self.num_stages = self.orders[0].num_stages
+        add = self._append if len(self.orders) == 1 else self._shared()
+        for order in self.orders:
+            self._last.append([at for at in self._add(order, add) if at >= 0])
+
+    @property
+    def _ends(self) -> list[int]:
+        """Of the first order."""
+        return self._last[0]
+
+    def _append(self, term: int, before: int, beside: int) -> int:
+        """One more thing; its number."""
+        self._terms.append(term)
+        self._before.append(before)
+        self._beside.append(beside)
+        return len(self._terms) - 1
+
+    def _shared(self) -> Callable[[int, int, int], int]:
+        """The same, but for a thing that is there already: it ends when that ends."""
+        known: dict[tuple[int, int, int], int] = {}
+
+        def add(term: int, before: int, beside: int) -> int:
+            key = (term, before, beside)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._append(term, before, beside)
+            return found
+
+        return add
+
+    def _add(self, order: StepRows, add: Callable[[int, int, int], int]) -> list[int]:
+        """All things of an order; the last of each rank."""
+        sent, waiting = [NONE] * order.num_places, [NONE] * order.num_places
+        ways = [NONE] * order.num_lanes
+        # a message over a boundary is that of its later stage, either way
+        messages = [self._index(Term.MESSAGE, max(edge)) for edge in order.edge_stages]
+        tables = [
+            (row, [self._index(term, stage) for stage in row.stages for term in _TERMS])
+            for row in order.rows
+        ]
+        position, last = [0] * len(tables), [NONE] * len(tables)
+        ready = list(range(len(tables)))
         while ready:
             rank = ready.pop()
-            row = rows[rank]
-            while position[rank] < len(row):
-                term, reads, sends = row[position[rank]]
-                beside = -1
-                if reads is not None:
-                    if reads not in sent:
-                        waiting[reads] = rank
+            (row, own), at, latest = tables[rank], position[rank], last[rank]
+            things, microbatches, reads, sends = row.things, row.microbatches, row.reads, row.sends
+            while at < len(things):
+                thing = things[at]
+                place, source = reads[thing], NONE
+                if place >= 0:
+                    place += microbatches[at]
+                    source = sent[place]
+                    if source < 0:
+                        waiting[place] = rank
                         break
-                    beside = sent[reads]
-                last[rank] = self._add(term, last[rank], beside)
-                if sends is not None:
-                    way = (rank, rank_of[sends[1]])
-                    # a message over a boundary is that of its later stage, either way
-                    boundary = sends[1] if sends[0] else sends[1] + 1
-                    at = self._add(
-                        self._index(Term.MESSAGE, boundary), last[rank], ways.get(way, -1)
-                    )
-                    ways[way] = sent[sends] = at
-                    if sends in waiting:
-                        ready.append(waiting.pop(sends))
-                position[rank] += 1
-        self._ends = [at for at in last if at >= 0]
+                latest = add(own[thing], latest, source)
+                place = sends[thing]
+                if place >= 0:
+                    place += microbatches[at]
+                    way = row.lanes[thing]
+                    ways[way] = sent[place] = add(messages[row.edges[thing]], latest, ways[way])
+                    if waiting[place] >= 0:
+                        ready.append(waiting[place])
+                at += 1
+            position[rank], last[rank] = at, latest
+        return last
 
     def __len__(self) -> int:
         """Computes, messages and once-per-step work."""
@@ -133,38 +177,6 @@ class StepPaths:
 
     def _index(self, term: Term, stage: int) -> int:
         return int(term) * self.num_stages + stage
-
-    def _add(self, term: int, before: int, beside: int) -> int:
-        self._terms.append(term)
-        self._before.append(before)
-        self._beside.append(beside)
-        return len(self._terms) - 1
-
-    def _things(self, rank: int, rank_of: Mapping[int, int]) -> list[_Thing]:
-        """A rank's row: the term of each thing, the message it waits for, the one it sends."""
-        row = self.order[rank]
-        first: dict[int, int] = {}
-        last = {c.stage: position for position, c in enumerate(row)}
-        has_backwards = any(c.kind is not K.FORWARD for c in row)
-        found: list[_Thing] = []
-        for position, (stage, kind, microbatch) in enumerate(row):
-            if first.setdefault(stage, position) == position:
-                found.append((self._index(Term.GATHER, stage), None, None))
-            reads = sends = None
-            if kind is not K.BACKWARD_WEIGHT:
-                ahead = kind is K.FORWARD
-                source, target = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
-                if rank_of.get(source, rank) != rank:
-                    reads = (ahead, stage, microbatch)
-                if rank_of.get(target, rank) != rank:
-                    sends = (ahead, target, microbatch)
-            found.append((self._index(_TERMS[kind], stage), reads, sends))
-            makes_gradients = kind in (K.BACKWARD, K.BACKWARD_WEIGHT)
-            if self.reduces_each and makes_gradients:
-                found.append((self._index(Term.EACH, stage), None, None))
-            if has_backwards and last[stage] == position:
-                found.append((self._index(Term.REDUCE, stage), None, None))
-        return found
 
     def longest(
         self, seconds: Sequence[Sequence[float]], *, most: int | None = None
@@ -175,14 +187,7 @@ class StepPaths:
             seconds: By term, by stage.
             most: Of the ranks that end last, how many paths are wanted; all if left out.
         """
-        weights = [row[s] for row in seconds for s in range(self.num_stages)]
-        ends: list[float] = []
-        add = ends.append
-        for term, before, beside in zip(self._terms, self._before, self._beside, strict=True):
-            end_s = ends[before] if before >= 0 else 0.0
-            if beside >= 0 and ends[beside] > end_s:
-                end_s = ends[beside]
-            add(end_s + weights[term])
+        ends = self._ended(seconds)
         last = sorted(self._ends, key=lambda at: -ends[at])
         return ends[last[0]], tuple(self._path(at, ends) for at in last[:most])
 
@@ -238,8 +243,23 @@ class StepPaths:
             if count > LEAST_SHARE
         }
 
+    def dearest(self, seconds: Sequence[Sequence[float]]) -> tuple[Path, ...]:
+        """The longest path of each order."""
+        ends = self._ended(seconds)
+        last = (sorted(row, key=lambda at: -ends[at])[0] for row in self._last)
+        return tuple(self._path(at, ends) for at in last)
+
     def end_s(self, seconds: Sequence[Sequence[float]]) -> float:
         """Seconds until all ranks are done."""
+        return self.ends_s(seconds)[0]
+
+    def ends_s(self, seconds: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """The same for each order."""
+        ends = self._ended(seconds)
+        return tuple(max(ends[at] for at in row) for row in self._last)
+
+    def _ended(self, seconds: Sequence[Sequence[float]]) -> list[float]:
+        """When each thing has ended."""
         weights = [row[s] for row in seconds for s in range(self.num_stages)]
         ends: list[float] = []
         add = ends.append
@@ -248,7 +268,7 @@ class StepPaths:
             if beside >= 0 and ends[beside] > end_s:
                 end_s = ends[beside]
             add(end_s + weights[term])
-        return max(ends[at] for at in self._ends)
+        return ends
 
     def _path(self, at: int, ends: Sequence[float]) -> Path:
         counts: Counter[int] = Counter()

@@ -36,7 +36,7 @@ from autopar.solver.stages_problem import (
 )
 from autopar.solver.state_choice import Chosen, FormChoice
 from autopar.solver.state_forms import resolved, with_forms
-from autopar.solver.step_paths import StepPaths
+from autopar.solver.step_paths import StepPaths, paths_of
 from autopar.units import MIB
 from cost_models.simulate import StageSeconds, simulate
 
@@ -304,8 +304,9 @@ def _stages(problem: StageProblem, low: int, high: int) -> list[_Stage]:
 def every_plan(problem: StageProblem) -> Iterator[Plan]:
     """Every plan of a shape, run by its order."""
     count, stages = len(problem.blocks), problem.num_stages
-    order = order_of(problem.schedule, problem.mesh, problem.num_microbatches)
-    graph = StepPaths(order, stages, reduces_each=bool(problem.forms))
+    graph = paths_of(
+        problem.schedule, problem.mesh, problem.num_microbatches, reduces_each=bool(problem.forms)
+    )
     menus = {
         (low, high): _stages(problem, low, high)
         for low in range(count)

@@ -8,13 +8,15 @@ from math import inf
 
 import pytest
 
-from autopar.plan.orders import order_of
+from autopar.plan.actions import ActionKind as K
 from autopar.plan.types import ScheduleKind
 from autopar.solver.order_bound import OrderBound
+from autopar.solver.order_times import step_s
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor
 from autopar.solver.stages_problem import BlockMenu, memory_bytes
-from autopar.solver.step_paths import Path, StepPaths
+from autopar.solver.step_paths import Path, Term, joint_paths_of, paths_of
+from cost_models.simulate import StageSeconds
 from tests.oracle.search_cases import (
     ROUNDING,
     Verdict,
@@ -107,9 +109,7 @@ def test_a_bound_goes_on_where_it_was_left(seed: int):
 
 def test_a_path_names_what_it_has_of_each_term():
     problem = next(p for s in range(20) for p in shapes_of(s, 5) if p.schedule is ScheduleKind.ZBV)
-    graph = StepPaths(
-        order_of(problem.schedule, problem.mesh, problem.num_microbatches), problem.num_stages
-    )
+    graph = paths_of(problem.schedule, problem.mesh, problem.num_microbatches)
     plan = next(every_plan(problem))
     rng = random.Random(0)
     seconds = [[rng.random() for _ in range(problem.num_stages)] for _ in range(7)]
@@ -122,14 +122,44 @@ def test_a_path_names_what_it_has_of_each_term():
     assert plan.time_s > 0
 
 
+def test_steps_of_several_numbers_of_micro_batches_share_what_they_begin_with():
+    rng = random.Random(1)
+    for problem in (p for seed in range(6) for p in shapes_of(seed, most_blocks=5)):
+        counts = (3 * problem.pp + 1, 4 * problem.pp + 1)
+        both = joint_paths_of(problem.schedule, problem.mesh, counts)
+        alone = [paths_of(problem.schedule, problem.mesh, count) for count in counts]
+        assert len(both) <= sum(map(len, alone))
+        seconds = [[rng.random() for _ in range(problem.num_stages)] for _ in range(8)]
+        assert both.ends_s(seconds) == tuple(graph.end_s(seconds) for graph in alone)
+        expected = tuple(graph.longest(seconds, most=1)[1][0] for graph in alone)
+        assert both.dearest(seconds) == expected
+        for graph, count in zip(alone, counts, strict=True):  # the order as numbers tells it too
+            gather, reduce = int(Term.GATHER), int(Term.REDUCE)
+            stages = [
+                StageSeconds(
+                    forward_s=seconds[0][s], backward_s=seconds[1][s], weight_s=0.0,
+                    once_s={K.UNSHARD: seconds[gather][s], K.REDUCE_GRAD: seconds[reduce][s]},
+                )
+                for s in range(problem.num_stages)
+            ]  # fmt: skip
+            if problem.schedule.splits_backward:
+                continue
+            over = seconds[int(Term.MESSAGE)]
+            links = {
+                edge: over[s]
+                for s in range(1, problem.num_stages)
+                for edge in ((s - 1, s), (s, s - 1))
+            }
+            found = step_s(problem.schedule, problem.mesh, count, None, stages, links)
+            assert found == graph.end_s(seconds)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_mixture_is_a_mean_of_paths(seed: int):
     """No longer than the longest path, for any seconds; near it where it was made, if cold."""
     rng = random.Random(seed)
     for problem in shapes_of(seed, most_blocks=5):
-        graph = StepPaths(
-            order_of(problem.schedule, problem.mesh, problem.num_microbatches), problem.num_stages
-        )
+        graph = paths_of(problem.schedule, problem.mesh, problem.num_microbatches)
 
         def some(stages: int = problem.num_stages) -> list[list[float]]:
             return [[rng.random() for _ in range(stages)] for _ in range(8)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster, Link, LinkKind, Machine, parse_devices
 from autopar.cluster.presets import PRESETS
 from autopar.errors import ConfigError
-from autopar.plan.types import MeshShape
+from autopar.plan.types import MeshShape, StagePlacement
 from autopar.units import GB
 from cost_models.analytic import AnalyticCostModel
 from cost_models.base import axis_groups, slowest_group
@@ -135,3 +136,24 @@ def test_the_slowest_group_is_the_one_that_crosses_machines():
     assert slowest_group(CLUSTER, MeshShape(pp=2, tp=3), "tp") == (3, 4, 5)
     assert slowest_group(CLUSTER, MeshShape(pp=8), "pp") == (3, 4)
     assert slowest_group(CLUSTER, MeshShape(pp=1), "pp") == (0,)
+
+
+def test_the_slowest_hop_is_the_first_of_all_groups_with_the_slowest_link():
+    """Against a walk over every pair of neighbours of every pipeline."""
+    rng = random.Random(3)
+    for _ in range(60):
+        devices = rng.choice(["2x4:h100-sxm", "4x2:a100-80gb", "1x4:h100-sxm + 2x2:a100-80gb"])
+        cluster = parse_devices(devices)
+        pp, dp, tp = rng.choice([(2, 2, 2), (4, 1, 2), (2, 4, 1), (8, 1, 1), (2, 1, 4), (3, 2, 1)])
+        virtual = rng.randint(1, 2)
+        placement = rng.choice(list(StagePlacement)) if virtual > 1 else StagePlacement.LOOP
+        mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
+        wraps = virtual > 1 and placement is StagePlacement.LOOP
+        hops = [
+            (group[at], group[(at + 1) % pp])
+            for group in axis_groups(mesh, "pp")
+            for at in range(pp if wraps else pp - 1)
+        ]
+        links = [cluster.link_for(hop) for hop in hops]
+        speeds = [(link.bandwidth_bytes_per_s, -link.latency_s) for link in links]
+        assert slowest_group(cluster, mesh, "pp") == hops[speeds.index(min(speeds))]

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from autopar.errors import ConfigError
 from autopar.plan.actions import ActionKind
+from autopar.plan.order_codes import round_sizes
 from autopar.plan.schedule import (
     Compute,
     action_lists,
     compute_order,
     forward_order,
     in_flight,
-    round_sizes,
 )
 from autopar.plan.schedule_check import check_actions
 from autopar.plan.schedule_text import unit_spans

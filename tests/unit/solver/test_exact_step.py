@@ -10,6 +10,7 @@ from autopar.plan.actions import ActionKind
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.exact_step import ExactStep
 from cost_models.lanes import Lane, Segment
+from cost_models.memory_timeline import ProgramMemory, StageMemory, order_peak
 from cost_models.simulate import StageSeconds
 
 ONCE = (
@@ -29,6 +30,38 @@ def test_counted_seconds_are_those_of_the_simulation(kind: ScheduleKind) -> None
         assert step.is_plain
         expected = step.simulation().makespan_s
         assert step.makespan_s() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_lists_without_micro_batches_tell_the_same_bytes(kind: ScheduleKind) -> None:
+    rng = random.Random(f"bytes {kind}")
+    for _ in range(40):
+        step = _step(rng, kind, levels=(0, 1, 2, 3))
+        held = [_memory(rng, level) for level in step.zero_levels]
+        lists = step.rank_lists()
+        for rank, actions in enumerate(step.memory_lists()):
+            assert lists[rank] == step.rank_list(rank)
+            own = {s: held[s] for s in step.mesh.stages_of(rank)}
+            rows = [own, *({s: memory} for s, memory in own.items())]
+            for stages in rows:
+                expected = order_peak(rank, lists[rank], stages).parts
+                assert order_peak(rank, actions, stages).parts == expected
+
+
+def _memory(rng: random.Random, level: int) -> StageMemory:
+    def size() -> int:
+        return rng.randint(0, 9)
+
+    kinds = (
+        ActionKind.UNSHARD, ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT, ActionKind.REDUCE_GRAD,
+    )  # fmt: skip
+    programs = {k: ProgramMemory((size(), size() - 4, size())) for k in kinds if rng.random() < 0.8}
+    return StageMemory(
+        params_bytes=size(), gathered_bytes=size(), grads_bytes=size(), optimizer_bytes=size(),
+        unreduced_bytes=size() if level >= 2 else 0, buffers_bytes=size(), saved_bytes=10 + size(),
+        weight_saved_bytes=size(), gathers_again=level >= 3, programs=programs,
+    )  # fmt: skip
 
 
 def test_parameters_that_are_gathered_in_turns_are_simulated() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from autopar.plan.actions import ActionKind
 from autopar.plan.orders import order_of
-from autopar.plan.schedule import Order, action_lists
+from autopar.plan.schedule import action_lists
 from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
-from autopar.solver.order_times import numbered_order, run
+from autopar.solver.order_times import step_s
 from cost_models.simulate import StageSeconds, simulate
 
 KINDS = (
@@ -25,18 +25,19 @@ KINDS = (
 def test_a_step_takes_what_the_simulator_finds(kind: ScheduleKind) -> None:
     rng = random.Random(f"{kind}")
     for _ in range(30):
-        mesh, order = _order(rng, kind)
+        mesh, count, warmup = _shape(rng, kind)
+        order = order_of(kind, mesh, count, warmup)
         stages = [_stage(rng) for _ in range(mesh.num_stages)]
         ahead = [(s - 1, s) for s in range(1, mesh.num_stages)]
         back = [(target, source) for source, target in ahead]
         links = {edge: rng.random() / 2 for edge in (*ahead, *back)}
         lists = action_lists(order, mesh, forward_edges=ahead, backward_edges=back)
         expected = simulate(lists, stages, p2p_s=links).makespan_s
-        found = run(numbered_order(order, mesh.num_stages), stages, links)
+        found = step_s(kind, mesh, count, warmup, stages, links)
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def _order(rng: random.Random, kind: ScheduleKind) -> tuple[MeshShape, Order]:
+def _shape(rng: random.Random, kind: ScheduleKind) -> tuple[MeshShape, int, tuple[int, ...] | None]:
     pp, count = rng.randint(1, 6), rng.randint(1, 17)
     if kind is ScheduleKind.ZBV:
         mesh = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
@@ -45,8 +46,8 @@ def _order(rng: random.Random, kind: ScheduleKind) -> tuple[MeshShape, Order]:
         mesh = MeshShape(pp=pp, virtual=virtual)
     warmup = None
     if kind is ScheduleKind.ONE_F_ONE_B and rng.random() < 0.5:
-        warmup = sorted((rng.randint(1, 7) for _ in range(pp)), reverse=True)
-    return mesh, order_of(kind, mesh, count, warmup)
+        warmup = tuple(sorted((rng.randint(1, 7) for _ in range(pp)), reverse=True))
+    return mesh, count, warmup
 
 
 def _stage(rng: random.Random) -> StageSeconds:

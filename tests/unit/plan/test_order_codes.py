@@ -1,0 +1,183 @@
+"""Orders as numbers against the orders written out, compute by compute."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.errors import ConfigError
+from autopar.plan.actions import ActionKind
+from autopar.plan.orders import codes_of, order_of
+from autopar.plan.schedule import (
+    Alive,
+    Compute,
+    alive_at_once,
+    coded,
+    decoded,
+    in_flight,
+    most_in_flight,
+)
+from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+KINDS = (
+    ScheduleKind.GPIPE,
+    ScheduleKind.FORWARD,
+    ScheduleKind.ONE_F_ONE_B,
+    ScheduleKind.INTERLEAVED,
+    ScheduleKind.ZERO_BUBBLE,
+    ScheduleKind.ZBV,
+)
+
+
+def shapes_of(
+    kind: ScheduleKind, seed: int
+) -> Iterator[tuple[MeshShape, int, tuple[int, ...] | None]]:
+    rng = random.Random(f"{kind} {seed}")
+    for _ in range(40):
+        pp, count = rng.randint(1, 6), rng.randint(1, 25)
+        chunked = (ScheduleKind.GPIPE, ScheduleKind.FORWARD, ScheduleKind.INTERLEAVED)
+        virtual = rng.randint(1, 4) if kind in chunked else 1
+        placement = StagePlacement.LOOP
+        if kind is ScheduleKind.ZBV:
+            virtual, placement = 2, StagePlacement.V
+        elif kind is ScheduleKind.GPIPE and rng.random() < 0.5:
+            placement = StagePlacement.V
+        warmup = None
+        if kind is ScheduleKind.ONE_F_ONE_B and rng.random() < 0.5:
+            warmup = tuple(sorted((rng.randint(1, 9) for _ in range(pp)), reverse=True))
+        yield MeshShape(pp=pp, virtual=virtual, placement=placement), count, warmup
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_say_what_the_order_says(kind: ScheduleKind):
+    for mesh, count, warmup in shapes_of(kind, 0):
+        order = order_of(kind, mesh, count, warmup)
+        rows = codes_of(kind, mesh, count, warmup)
+        assert [coded(row) for row in order] == list(rows)
+        assert tuple(decoded(*row) for row in rows) == order
+        for row in order:  # a compute's number among its likes is its micro-batch
+            seen: Counter[tuple[int, ActionKind]] = Counter()
+            for stage, what, microbatch in row:
+                assert microbatch == seen[stage, what]
+                seen[stage, what] += 1
+            assert set(seen.values()) == {count}
+
+
+def v_row(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
+    """ZB-V as Qi et al. and torch write it: one compute after another."""
+    down, up = rank, 2 * pp - 1 - rank
+    total = max(2 * pp - 1, num_microbatches)
+    done: Counter[tuple[int, ActionKind]] = Counter()
+    row: list[Compute] = []
+
+    def run(stage: int, *kinds: ActionKind) -> None:
+        for kind in kinds:
+            if done[stage, kind] < num_microbatches:
+                row.append(Compute(stage, kind, done[stage, kind]))
+            done[stage, kind] += 1
+
+    for _ in range(2 * (pp - rank) - 1):
+        run(down, F)
+    for _ in range(rank):
+        run(up, F)
+        run(down, F)
+    for _ in range(pp - rank):
+        run(up, F, INPUT, WEIGHT)
+    while done[up, F] < done[down, F] or done[down, F] < total:
+        if done[down, F] < total:
+            run(down, F)
+        run(down, INPUT, WEIGHT)
+        run(up, F, INPUT, WEIGHT)
+    for _ in range(rank):
+        run(down, INPUT)
+        run(up, INPUT)
+    for _ in range(pp - rank):
+        run(down, INPUT, WEIGHT)
+    for stage in (up, down):
+        while done[stage, WEIGHT] < done[stage, INPUT]:
+            run(stage, WEIGHT)
+    return row
+
+
+def half_row(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
+    """ZB-H1: a half of the weights follows each half of the inputs from the rank's own one on."""
+    warmup = min(num_microbatches, pp - rank - 1)
+    row = [Compute(rank, F, mb) for mb in range(warmup)]
+    for mb in range(num_microbatches):
+        if warmup + mb < num_microbatches:
+            row.append(Compute(rank, F, warmup + mb))
+        row.append(Compute(rank, INPUT, mb))
+        if mb >= rank:
+            row.append(Compute(rank, WEIGHT, mb - rank))
+    last = max(0, num_microbatches - rank)
+    return row + [Compute(rank, WEIGHT, mb) for mb in range(last, num_microbatches)]
+
+
+def eager_row(stage: int, depth: int, num_microbatches: int) -> list[Compute]:
+    """So many forwards, then one backward and one forward in turn."""
+    first = min(depth, num_microbatches)
+    row = [Compute(stage, F, mb) for mb in range(first)]
+    for mb in range(num_microbatches):
+        row.append(Compute(stage, B, mb))
+        if first + mb < num_microbatches:
+            row.append(Compute(stage, F, first + mb))
+    return row
+
+
+@pytest.mark.parametrize("pp", range(1, 7))
+def test_patterns_are_the_published_procedures(pp: int):
+    v_shape = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)
+    for count in range(1, 4 * pp + 3):
+        order = order_of(ScheduleKind.ZBV, v_shape, count)
+        assert [list(row) for row in order] == [v_row(pp, r, count) for r in range(pp)]
+        order = order_of(ScheduleKind.ZERO_BUBBLE, MeshShape(pp=pp), count)
+        assert [list(row) for row in order] == [half_row(pp, r, count) for r in range(pp)]
+        order = order_of(ScheduleKind.ONE_F_ONE_B, MeshShape(pp=pp), count)
+        assert [list(row) for row in order] == [eager_row(r, pp - r, count) for r in range(pp)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_alive_at_once_is_what_no_other_moment_exceeds(kind: ScheduleKind):
+    for mesh, count, warmup in shapes_of(kind, 1):
+        order = order_of(kind, mesh, count, warmup)
+        for row, (codes, stages) in zip(order, codes_of(kind, mesh, count, warmup), strict=True):
+            most = [in_flight((row,), stage) for stage in stages]
+            assert most_in_flight(codes, len(stages)) == most
+            found = [tuple(moment.items()) for moment in alive_at_once(codes, stages)]
+            if all(c.kind is F for c in row):
+                assert len(found) == len(stages)
+                continue
+            assert len(set(found)) == len(found)
+            assert set(found) == maximal(row, stages)
+
+
+def maximal(
+    row: tuple[Compute, ...], stages: tuple[int, ...]
+) -> set[tuple[tuple[int, Alive], ...]]:
+    """All moments of a row that no other one has at least as much of everything as."""
+    alive = {stage: [0, 0] for stage in stages}
+    seen: set[tuple[int, ...]] = set()
+    for stage, kind, _ in row:
+        alive[stage][0] += {F: 1, B: -1, INPUT: -1}.get(kind, 0)
+        alive[stage][1] += {INPUT: 1, WEIGHT: -1}.get(kind, 0)
+        seen.add(tuple(n for stage in stages for n in alive[stage]))
+    best = {
+        one
+        for one in seen
+        if not any(
+            other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in seen
+        )
+    }
+    return {
+        tuple((s, Alive(*one[2 * at : 2 * at + 2])) for at, s in enumerate(stages)) for one in best
+    }
+
+
+def test_what_does_not_go_together_is_refused_as_for_orders():
+    with pytest.raises(ConfigError, match="has one stage per pipeline rank"):
+        codes_of(ScheduleKind.ONE_F_ONE_B, MeshShape(pp=2, virtual=2), 3)
