@@ -246,10 +246,16 @@ class Ranker:
         body = self.bodies.body(shape.sizes)
         menus, more = self._likely_menus(shape, body)
         found: dict[int, tuple[float, StageProblem, StageSolution]] = {}
+        leaner_s = math.inf  # bound of a level that holds less than 0
         for level in self.analysis.zero_levels(shape.mesh.dp):
             relaxed = self._relaxed(shape, level, body)
-            if not self._pipeline(shape, relaxed, body.floor).may_beat(NEAR * best_s):
+            pipeline = self._pipeline(shape, relaxed, body.floor)
+            if not pipeline.may_beat(NEAR * best_s):
                 continue
+            if shape.mesh.virtual > 1 and level < 2:  # both reduce once: 0 had better be faster
+                if level == 0 and leaner_s < pipeline.least_s():
+                    continue
+                leaner_s = pipeline.least_s()
             costs = self._least_costs(shape, level, body)
             reduces = shape.num_microbatches if level >= 2 else 1
             problem = replace(relaxed, blocks=with_costs(menus, costs, reduces, reduces))

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import mul
 
 from autopar.plan.schedule import Alive
 from autopar.solver.chain_sums import ChainSums, ExchangeStep, sums_of
@@ -78,6 +79,10 @@ class Recut:
     _sampled: Sequence[tuple[int, float]] = field(init=False)  # steps that are run, with weights
     _made: StepPaths | None = None
     _known: dict[object, _Picks | None] = field(default_factory=dict)
+    _begun: dict[int, list[list[int]]] = field(default_factory=dict)
+    _of_rows: dict[int, tuple[list[list[int]], tuple[float, float, float]]] = field(
+        default_factory=dict
+    )
     _exchanged: dict[tuple[int, int], list[_Exchange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -198,9 +203,10 @@ class Recut:
             stages = self.problem.stages_of(device)
             own = [runs[s] for s in stages]
             # blocks of a kind are alike: it is how many of each there are that counts
-            key = device, tuple(row[high] - row[low] for low, high in own for row in self._counts)
+            counts = tuple(row[high] - row[low] for low, high in own for row in self._counts)
+            key = device, counts
             if key not in self._known:
-                self._known[key] = self._fitted(device, own)
+                self._known[key] = self._fitted(device, own, counts)
             fitted = self._known[key]
             if fitted is None:
                 return None
@@ -213,8 +219,16 @@ class Recut:
         ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
         return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))
 
-    def _fitted(self, device: int, runs: Sequence[tuple[int, int]]) -> _Picks | None:
-        """Options of a rank's stages that fit into its memory."""
+    def _fitted(
+        self, device: int, runs: Sequence[tuple[int, int]], counts: Sequence[int]
+    ) -> _Picks | None:
+        """Options of a rank's stages that fit into its memory.
+
+        Args:
+            device: The rank.
+            runs: Blocks of each of its stages.
+            counts: How many blocks of each kind these are, stage after stage.
+        """
         problem = self.problem
         picks: _Picks = []
         state = sum(self._sums.state[high] - self._sums.state[low] for low, high in runs)
@@ -225,7 +239,7 @@ class Recut:
             picks.append(row)
         room = problem.limit_bytes - problem.base_bytes - state
         holds = self._holds(device)
-        held = [self._alive_bytes(picks, table) for table in holds]
+        held = [sum(map(mul, counts, sizes)) for sizes in self._fastest(device)]
         taken = [[sum(row) for row in zip(*rows, strict=True)] for rows in zip(*picks, strict=True)]
         while True:
             most, worst = max((size, at) for at, size in enumerate(held))
@@ -242,9 +256,9 @@ class Recut:
             at, step, less = found
             blocks = picks[at][step.kind]
             moved = min(blocks[step.source], -(-excess // less))
-            for counts in (blocks, taken[step.kind]):
-                counts[step.source] -= moved
-                counts[step.option] += moved
+            for amounts in (blocks, taken[step.kind]):
+                amounts[step.source] -= moved
+                amounts[step.option] += moved
             for moment, table in enumerate(holds):
                 sizes = table[at][step.kind]
                 held[moment] += moved * (sizes[step.option] - sizes[step.source])
@@ -269,15 +283,18 @@ class Recut:
             ]
         return self._bytes[key]
 
-    def _alive_bytes(self, picks: _Picks, table: Sequence[Sequence[Sequence[int]]]) -> int:
-        """Bytes of what is alive at a moment."""
-        return sum(
-            count * amount
-            for rows, amounts in zip(picks, table, strict=True)
-            for row, sizes in zip(rows, amounts, strict=True)
-            for count, amount in zip(row, sizes, strict=True)
-            if count
-        )
+    def _fastest(self, device: int) -> list[list[int]]:
+        """What the fastest option of each kind holds at each moment, stage after stage."""
+        if device not in self._begun:
+            self._begun[device] = [
+                [
+                    sizes[at]
+                    for amounts in table
+                    for sizes, at in zip(amounts, self._first, strict=True)
+                ]
+                for table in self._holds(device)
+            ]
+        return self._begun[device]
 
     def _transient_bytes(self, taken: Sequence[Sequence[int]]) -> int:
         """The largest transient of options that are taken.
@@ -301,21 +318,29 @@ class Recut:
             self._exchanged[device, moment] = [row for _, row in found]
         return self._exchanged[device, moment]
 
-    def _seconds(self, starts: Starts, picks: _Picks) -> list[list[float]]:
-        """Seconds by term and stage."""
-        problem = self.problem
-        forward, backward, weights = (
-            [
+    def _stage_s(self, rows: list[list[int]]) -> tuple[float, float, float]:
+        """Forward, backward and what of that makes gradients of weights, of a stage's options.
+
+        Choices share the options of ranks that they have in common.
+        """
+        known = self._of_rows.get(id(rows))
+        if known is None or known[0] is not rows:
+            forward_s, backward_s, weight_s = (
                 sum(
                     count * time_s
                     for row, times in zip(rows, table, strict=True)
                     for count, time_s in zip(row, times, strict=True)
                     if count
                 )
-                for rows in picks
-            ]
-            for table in self._times
-        )
+                for table in self._times
+            )
+            known = self._of_rows[id(rows)] = rows, (forward_s, backward_s, weight_s)
+        return known[1]
+
+    def _seconds(self, starts: Starts, picks: _Picks) -> list[list[float]]:
+        """Seconds by term and stage."""
+        problem = self.problem
+        forward, backward, weights = map(list, zip(*map(self._stage_s, picks), strict=True))
         weights[0] = backward[0]  # nothing waits for the first stage's backward
         weights = [min(w, b) for w, b in zip(weights, backward, strict=True)]
         inputs = [b - w for b, w in zip(backward, weights, strict=True)]
