@@ -98,7 +98,7 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
             if num_guessed == NUM_GUESSED:
                 break
             num_guessed += 1
-            if search.outlook_s(shape, best_s) >= best_s:
+            if search.outlook_s(shape, best_s, _levels(search, shape, old)) >= best_s:
                 continue
         num_opened += 1
         found = _opened(search, shape, old, best_s)
@@ -135,10 +135,14 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
 
 def _opened(search: MeshSearch, shape: Shape, old: Plan, best_s: float) -> Ranked | None:
     """A shape at the old ZeRO levels; at all of them while nothing is known to fit."""
-    possible = search.prepared.zero_levels(shape.mesh.dp)
-    levels = dict.fromkeys(s.zero_level for s in old.stages if s.zero_level in possible)
-    found = search.open(shape, best_s, tuple(levels))
+    found = search.open(shape, best_s, _levels(search, shape, old))
     return found if found is not None or isfinite(best_s) else search.open(shape, best_s)
+
+
+def _levels(search: MeshSearch, shape: Shape, old: Plan) -> tuple[int, ...]:
+    """The ZeRO levels of the old plan that a shape may have."""
+    possible = search.prepared.zero_levels(shape.mesh.dp)
+    return tuple(dict.fromkeys(s.zero_level for s in old.stages if s.zero_level in possible))
 
 
 def _judged(
@@ -147,23 +151,32 @@ def _judged(
     """Verdicts on the best shapes, the old one included."""
     order = sorted(opened, key=lambda s: search.preference(opened[s]))
     verdicts: dict[Shape, Outcome] = {}
-    num_fitting = 0
+    num_fitting, spare = 0, int(search.limit_bytes * SPARE)
     for shape in order:
         if num_fitting >= 1 or len(verdicts) >= NUM_JUDGED:
             break
-        verdicts[shape] = _verdict(search, opened[shape])
+        verdicts[shape], spare = _verdict(search, opened[shape], spare)
         num_fitting += verdicts[shape].fits
     if kept is not None and kept in opened and kept not in verdicts:
-        verdicts[kept] = _verdict(search, opened[kept])
+        verdicts[kept], _ = _verdict(search, opened[kept], spare)
     return verdicts
 
 
-def _verdict(search: MeshSearch, ranked: Ranked) -> Outcome:
+def _verdict(search: MeshSearch, ranked: Ranked, spare: int) -> tuple[Outcome, int]:
     """A shape with blocks moved, judged; once more under a tighter limit if it exceeds the real.
 
-    Estimates are a little too small where many stages share a device: some room is left.
+    Estimates are a little too small where many stages share a device: some room is left. By how
+    much is about the same in all shapes, whose micro-batches are alike.
+
+    Args:
+        search: Of the new cluster.
+        ranked: A shape that was opened.
+        spare: Bytes of the limit that are left empty at first.
+
+    Returns:
+        The verdict, and the bytes to spare in the next shape.
     """
-    limit = int(search.limit_bytes * (1 - SPARE))
+    limit = search.limit_bytes - spare
     ranked = search.moved(ranked, limit, MAX_TRIALS)
     outcome = search.evaluated(ranked)
     excess = max(
@@ -173,8 +186,9 @@ def _verdict(search: MeshSearch, ranked: Ranked) -> Outcome:
         )
     )
     if outcome.fits or not 0 < excess < limit:
-        return outcome
-    return search.evaluated(search.moved(ranked, limit - excess, MAX_TRIALS))
+        return outcome, spare
+    again = search.evaluated(search.moved(ranked, limit - excess, MAX_TRIALS))
+    return again, spare + excess if again.fits else spare
 
 
 def _kept(near: tuple[Shape, ...], mesh: MeshShape) -> Shape | None:

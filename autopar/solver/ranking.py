@@ -233,7 +233,7 @@ class Ranker:
             self._costs[key] = parameter_costs(problem, None, owners)
         return self._costs[key]
 
-    def outlook_s(self, shape: Shape, best_s: float) -> float:
+    def outlook_s(self, shape: Shape, best_s: float, levels: Sequence[int] = ()) -> float:
         """Seconds of the plan that a shape is likely to have; infinite if none seems to fit.
 
         Greedy cuts of relaxed menus, whose work is that of the best splits. It is no bound: other
@@ -242,12 +242,13 @@ class Ranker:
         Args:
             shape: The shape.
             best_s: Seconds of a plan that is known; beyond it an outlook is less certain.
+            levels: ZeRO levels that are looked at; all that there are if left out.
         """
         body = self.bodies.body(shape.sizes)
         menus, more = self._likely_menus(shape, body)
         found: dict[int, tuple[float, StageProblem, StageSolution]] = {}
         leaner_s = math.inf  # bound of a level that holds less than 0
-        for level in self.analysis.zero_levels(shape.mesh.dp):
+        for level in levels or self.analysis.zero_levels(shape.mesh.dp):
             relaxed = self._relaxed(shape, level, body)
             pipeline = self._pipeline(shape, relaxed, body.floor)
             if not pipeline.may_beat(NEAR * best_s):

@@ -307,12 +307,12 @@ class MeshSearch:
         """Whether a shape is worked out at once: one device, or the batch over all of them."""
         return shape in self._plain
 
-    def outlook_s(self, shape: Shape, best_s: float) -> float:
-        """Seconds of the plan that is likely to be found for a shape."""
+    def outlook_s(self, shape: Shape, best_s: float, levels: Sequence[int] = ()) -> float:
+        """Seconds of the plan that is likely to be found, at given ZeRO levels if there are any."""
         if shape.mesh.num_ranks == 1:
             return 0.0  # nothing to split and nothing to cut: it is worked out at once
         try:
-            found = self._ranker.outlook_s(shape, best_s)
+            found = self._ranker.outlook_s(shape, best_s, levels)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
