@@ -41,17 +41,22 @@ def is_user_file(filename: str) -> bool:
 
 
 class Interception(TorchFunctionMode):
-    """Puts in neutral attention and records source lines; active while the model's forward runs.
+    """Puts in neutral attention and records source lines; active while a model is traced.
 
     A mode does not see calls that functions of torch make themselves, such as those of
-    ``multi_head_attention_forward``, nor those of a forward that is run again in the backward: for
-    these there is :func:`neutral_attention`.
+    ``multi_head_attention_forward``: for these there is :func:`neutral_attention`.
+
+    Attributes:
+        is_in_model: Whether the model's forward runs. Around it torch reads dozens of attributes
+            of every parameter, which are let through at once; what a forward calls that is run
+            again in the backward is seen like its first run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._user_files: dict[str, str] = {}  # the last part of the name, "" where it isn't one
         self._grouped_mm = grouped_mm_builtin()
+        self.is_in_model = False
 
     def __torch_function__(
         self,
@@ -61,6 +66,8 @@ class Interception(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Call ``func``, or the neutral operator that stands for it."""
+        if not self.is_in_model and getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
         source = self._source_line(sys._getframe(1))
         annotate_next_nodes(source=source)
         _refuse_own_generator(source, args, kwargs or {})

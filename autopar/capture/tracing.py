@@ -126,12 +126,15 @@ class _TracedCall(torch.nn.Module):
         self.result = _Result()
         self.changed: set[str] = set()
         self.doing = ""
-        self._interception = Interception()
+        self.interception = Interception()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # tracing calls more than once, and asks tensors for much around it that is not ours
-        with untouched(self.model, self.changed), self._interception:
-            return self._flat_call(tensors)
+        self.interception.is_in_model = True
+        try:
+            with untouched(self.model, self.changed):  # tracing calls more than once
+                return self._flat_call(tensors)
+        finally:
+            self.interception.is_in_model = False
 
     def _flat_call(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         by_path = dict(zip(self._paths, tensors, strict=True))
@@ -338,7 +341,7 @@ def _captured(
 
 def _export(traced: _TracedCall, fakes: list[torch.Tensor]) -> JointTrace:
     try:
-        with neutral_attention(), _quiet_torch(), no_value_checks():
+        with traced.interception, neutral_attention(), _quiet_torch(), no_value_checks():
             return export_joint(traced, fakes)
     except AutoparError:
         raise

@@ -10,7 +10,7 @@ from autopar.units import format_time
 TERM_WORDS: Mapping[str, str] = {
     "compute_s": "computing",
     "collectives_s": "collectives of micro-batches",
-    "once_s": "once per step (gradients, parameters, optimizer)",
+    "once_s": "once per step (gradients, parameters, sums, optimizer)",
     "waiting_s": "waiting (bubbles, messages)",
 }
 """Term -> what it is, in words."""

@@ -174,8 +174,9 @@ class TimeParts:
     ``copy_s`` is the part of ``optimizer_s`` that copies its state from host memory and back.
     ``offload_s`` and ``fetch_s`` are copies of saved values to host memory in a forward and back in
     a backward, beside computing; what of them is waited for is in ``forward_s`` and ``backward_s``.
-    ``sync_s`` is what ranks exchange once per step beside gradients and parameters: losses, outputs
-    and statistics that are summed up or sent to all, weights that stages share.
+    ``sync_s`` is what else comes once per step, beside gradients and parameters: what all
+    micro-batches need, losses, outputs and statistics that are summed up or sent to all, weights
+    that stages share.
     """
 
     forward_s: float = 0.0

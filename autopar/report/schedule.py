@@ -88,7 +88,7 @@ def idle_share(plan: Plan) -> float | None:
     if size > MOST_COMPUTES or any(stage.time.forward_s <= 0 for stage in plan.stages):
         return None
     alone = tuple(
-        replace(s, time=replace(s.time, reduce_s=0.0, unshard_s=0.0, sync_s=0.0, optimizer_s=0.0))
+        replace(s, time=replace(s.time, reduce_s=0.0, unshard_s=0.0, optimizer_s=0.0))
         for s in plan.stages
     )
     return simulate_plan(replace(plan, stages=alone)).bubble_fraction

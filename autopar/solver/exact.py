@@ -440,7 +440,7 @@ def _stage(
             copy_s=copy_s,
             offload_s=forward.copy_s,
             fetch_s=backward.copy_s,
-            sync_s=finish.total_s + tied_s * (2 if backward.total_s > 0 else 1),
+            sync_s=prologue.total_s + finish.total_s + tied_s * (2 if backward.total_s > 0 else 1),
         ),
         memory=held.at_most(flights[stage.index]),
         held=held,

@@ -6,7 +6,9 @@ is solved side by side. While MathOpt and the linear solvers run, the search's o
 
 What is handed over must be a pure function of what never changes: it fills no cache and counts
 nothing. Then an answer is the same whether it was found ahead, beside others or in place, and plans
-do not depend on the number of cores. What nobody asks for is not counted anywhere.
+do not depend on the number of cores. What nobody asks for is not counted anywhere. The one
+exception is sharpening bounds (:meth:`~autopar.solver.master.Master.run`): it changes bounds and
+what it keeps of them, which nobody else looks at before it has been waited for.
 
     with lanes.open():                      # threads exist inside only; may be nested
         later = lanes.ahead(partial(solve_splits, problem), bound_s)      # least bound first
@@ -130,8 +132,10 @@ class Lanes:
         finally:
             pool, self._pool = self._pool, None
             self._is_closing = True
-            pool.shutdown(cancel_futures=True)
-            self._is_closing = False
+            try:
+                pool.shutdown(cancel_futures=True)
+            finally:  # also where that is broken off: the next search goes on
+                self._is_closing = False
             for row in self._waiting:
                 row.cancel()
             self._waiting.clear()
@@ -140,7 +144,7 @@ class Lanes:
         """Start something that is asked for later.
 
         Args:
-            work: A pure function, most of whose seconds are a native solver's.
+            work: A pure function, many of whose seconds are a native solver's.
             order: The least is begun first, and among equals what was started first.
         """
         if self._pool is None:

@@ -35,9 +35,8 @@ NUM_JUDGED = 3
 MAX_JUDGED = 6
 NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
 FLATTERED = 1.05  # a judged time is so many times an estimate that keeps no others from being tried
-RIVAL = (
-    1.03  # of the best estimate: one other is judged up to here, so that what came near is exact
-)
+# Of the best estimate: one other up to here is judged, so that what came near is exact.
+RIVAL = 1.03
 NEAR = 1.01  # more of them up to here: hardly any estimate is too high
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
@@ -215,6 +214,7 @@ class Master(Generic[S, C, V]):
     _candidates: list[C] = field(default_factory=list)  # of the verdicts
     _num_shapes: int = 0
     _sharpened: float = 0.0
+    _is_cut_short: bool = False  # bounds might be sharper but for the clock
     _num_reopened: int = 0
 
     def run(self, *groups: Iterable[S]) -> V | None:
@@ -410,7 +410,10 @@ class Master(Generic[S, C, V]):
         rows = [row for row in rows if row.bound_s < best_s]
         while rows and isfinite(best_s) and self._sharpened < MAX_SHARPENED:
             least = min(rows, key=lambda row: row.bound_s)
-            if least.effort == last or least.bound_s >= best_s or self.space.is_late():
+            if least.effort == last or least.bound_s >= best_s:
+                break
+            if self.space.is_late():
+                self._is_cut_short = True
                 break
             if least.effort + 1 < early and not goes_early:
                 break
@@ -428,6 +431,8 @@ class Master(Generic[S, C, V]):
         self._judge()
         sharpened()
         self._sharpen(best_s, goes_early=True)
+        if self._is_cut_short:
+            self.stopped_by = "time"
         heapq.heapify(self._heap)
         self._judge_better(self._improve_weak())
         self._judge_by_hand()
@@ -448,7 +453,8 @@ class Master(Generic[S, C, V]):
             if weak is None or self._is_late():
                 break
             if isinstance(weak, _Opened):
-                self._improve_one(weak)
+                if not self._improve_one(weak):
+                    continue
             else:
                 self._aside.remove(weak)
                 if self._open(weak, self._best_s()) is None:
@@ -457,12 +463,12 @@ class Master(Generic[S, C, V]):
             found.append(weak)
         return found
 
-    def _improve_one(self, row: _Opened[S, C]) -> None:
-        before_s = row.candidate.estimate_s
-        row.candidate = self.space.improve(row.candidate)
+    def _improve_one(self, row: _Opened[S, C]) -> bool:
+        """Improve a row; whether it is another plan now."""
+        before = row.candidate
+        row.candidate = self.space.improve(before)
         row.is_improved, row.is_modelled = True, False
-        if row.candidate.estimate_s < before_s:  # what was judged was another plan
-            row.is_judged, row.is_misfit, row.real_s = False, False, inf
+        return row.candidate is not before
 
     def _weakest(self) -> _Opened[S, C] | _Waiting[S] | None:
         """What keeps the model's gap open, if something can still be done about it."""
@@ -520,11 +526,10 @@ class Master(Generic[S, C, V]):
                 self._judge_one(row)
 
     def _judge_better(self, rows: Iterable[_Opened[S, C]]) -> None:
-        """Judge those rows that may be faster than what was judged, whose estimates say so."""
-        found: dict[int, _Opened[S, C]] = {id(row): row for row in rows if not row.is_judged}
-        for row in sorted(found.values(), key=lambda o: self.space.preference(o.candidate)):
-            best_s = min((v.step_s for v in self.verdicts if v.fits), default=inf)
-            if row.candidate.estimate_s < best_s and not self._is_late():
+        """Judge rows that were improved, where their estimates are below what was judged."""
+        for row in sorted(rows, key=lambda o: self.space.preference(o.candidate)):
+            may_win = row.candidate.estimate_s < self._least_judged_s()
+            if may_win and not self._is_late():
                 self._judge_one(row)
 
     def _judge_plain(self) -> None:

@@ -116,7 +116,7 @@ class Begun:
 
     Attributes:
         best_s: The best bound so far.
-        spent: Seconds so far in computes and messages of a step: what takes as long as they do.
+        spent: Work so far, in computes and messages of a step that are gone through once.
     """
 
     bounds_s: Iterator[tuple[float, int]]

@@ -346,8 +346,8 @@ def _is_above(a: Option, b: Option, c: Option) -> bool:
     return left >= (c.total_s - a.total_s) * (a.saved_bytes - b.saved_bytes)
 
 
-@lru_cache(maxsize=1 << 14)
-def _hull(counts: tuple[int, ...], sign: float) -> list[tuple[float, int]]:
+@lru_cache(maxsize=1 << 12)
+def _hull(counts: tuple[int, ...], sign: float) -> tuple[tuple[float, int], ...]:
     """Segments of the lower hull of a sequence, or of the upper one upside down.
 
     Chains of many shapes are cut alike, so that they are kept.
@@ -369,5 +369,5 @@ def _hull(counts: tuple[int, ...], sign: float) -> list[tuple[float, int]]:
             hull.pop()
         hull.append(at)
     if len(hull) == 1:
-        return [(0.0, 0)] if len(values) == 1 else []
-    return [((values[b] - values[a]) / (b - a), a) for a, b in pairwise(hull)]
+        return ((0.0, 0),) if len(values) == 1 else ()
+    return tuple(((values[b] - values[a]) / (b - a), a) for a, b in pairwise(hull))

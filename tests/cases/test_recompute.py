@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own habit
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 import autopar
 from autopar.plan.decisions import decisions_of
@@ -159,3 +160,53 @@ def test_eager_checkpointing_in_the_model_is_taken_for_what_it_computes():
         each(x).backward()
     for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad)
+
+
+class CheckpointedAttention(nn.Module):
+    """Attention whose function was imported by name, in a part that runs again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+        return (x + h).pow(2).mean()
+
+
+class CheckpointedRecurrence(nn.Module):
+    """A recurrent layer that runs again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.out = nn.LSTM(8, 8, num_layers=2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.utils.checkpoint.checkpoint(lambda y: self.rnn(y)[0], x, use_reentrant=False)
+        return self.out(h).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(CheckpointedAttention, (4, 6, 16)), (CheckpointedRecurrence, (4, 5, 8))]
+)
+def test_what_runs_again_in_the_backward_is_traced_like_its_first_run(
+    kind: type[nn.Module], shape: tuple[int, ...]
+):
+    model, x = kind().double(), torch.randn(shape, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    model = autopar.compile(model, 1, x)
+    loss, wanted_loss = model(x), twin(x)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-12)
+    loss.backward()
+    wanted_loss.backward()
+    for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-12)
+    operators = {node.op for node in problem_for(kind().double(), {"x": x})[1].graph.nodes}
+    kernels = ("scaled_dot_product", "flash_attention", "lstm", "mkldnn")
+    assert not [op for op in operators for word in kernels if word in op]

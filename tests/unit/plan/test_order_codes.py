@@ -129,6 +129,55 @@ def eager_row(stage: int, depth: int, num_microbatches: int) -> list[Compute]:
     return row
 
 
+def round_row(pp: int, rank: int, virtual: int, rounds: list[int]) -> list[Compute]:
+    """Interleaved as Narayanan et al. have it: rounds go through all stages of a rank in turn.
+
+    Args:
+        pp: Ranks.
+        rank: This one.
+        virtual: Stages of a rank.
+        rounds: Micro-batches by round.
+    """
+    ahead: list[tuple[int, int]] = []
+    back: list[tuple[int, int]] = []
+    begun = 0
+    for size in rounds:
+        for chunk in range(virtual):
+            for mb in range(size):
+                ahead.append((chunk * pp + rank, begun + mb))
+                back.append(((virtual - 1 - chunk) * pp + rank, begun + mb))
+        begun += size
+    first = min(len(ahead), (virtual - 1) * max(rounds) + 2 * (pp - rank - 1))
+    row = [Compute(stage, F, mb) for stage, mb in ahead[:first]]
+    for at, (stage, mb) in enumerate(back):
+        if first + at < len(ahead):
+            row.append(Compute(ahead[first + at][0], F, ahead[first + at][1]))
+        row.append(Compute(stage, B, mb))
+    return row
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_patterns_with_several_stages_per_rank_and_free_warm_ups(seed: int):
+    rng = random.Random(seed)
+    pp, virtual, count = rng.randint(1, 6), rng.randint(2, 4), rng.randint(1, 25)
+    mesh = MeshShape(pp=pp, virtual=virtual)
+    number = max(1, count // pp)  # rounds: none is smaller than pp unless it is the only one
+    rounds = [count // number + (at < count % number) for at in range(number)]
+    order = order_of(ScheduleKind.INTERLEAVED, mesh, count)
+    assert [list(row) for row in order] == [round_row(pp, r, virtual, rounds) for r in range(pp)]
+    depths = tuple(sorted((rng.randint(1, 9) for _ in range(pp)), reverse=True))
+    order = order_of(ScheduleKind.ONE_F_ONE_B, MeshShape(pp=pp), count, depths)
+    assert [list(row) for row in order] == [eager_row(r, depths[r], count) for r in range(pp)]
+    order = order_of(ScheduleKind.GPIPE, mesh, count)
+    forwards = order_of(ScheduleKind.FORWARD, mesh, count)
+    for rank in range(pp):
+        own = [chunk * pp + rank for chunk in range(virtual)]
+        ahead = [Compute(stage, F, mb) for stage in own for mb in range(count)]
+        back = [Compute(stage, B, mb) for stage in reversed(own) for mb in range(count)]
+        assert list(order[rank]) == ahead + back
+        assert list(forwards[rank]) == ahead
+
+
 @pytest.mark.parametrize("pp", range(1, 7))
 def test_patterns_are_the_published_procedures(pp: int):
     v_shape = MeshShape(pp=pp, virtual=2, placement=StagePlacement.V)

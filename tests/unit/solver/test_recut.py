@@ -435,3 +435,30 @@ def test_one_rival_is_judged_further_from_the_best_estimate_than_others():
     master = Master[int, Guess, Guess](NumberedSpace(near))
     assert master.run([], range(5)) is not None
     assert [v.number for v in master.verdicts] == [0, 1, 2]
+
+
+def test_a_clock_that_ends_sharpening_is_told():
+    class Late(PatientSpace):
+        def is_late(self) -> bool:
+            return any(effort >= 2 for _, effort, _ in self.asked)
+
+    table = {n: ((0.5, 0.5, 0.9), 1.0 + n, 1.0 + n) for n in range(4)}
+    master: Master[int, Guess, Guess] = Master(Late(table))
+    assert master.run(range(4)) is not None
+    assert master.stopped_by == "time"
+
+
+def test_what_was_improved_late_is_judged_again_where_it_may_win():
+    class Improving(NumberedSpace):
+        def improve(self, candidate: Guess) -> Guess:
+            if candidate.number != 4:
+                return candidate
+            return replace(candidate, estimate_s=0.99, step_s=0.99)
+
+    # the fifth estimate is not among those improved first; its bound keeps the model's gap open
+    table = dict.fromkeys(range(4), ((0.995, 0.995, 0.995), 1.0, 1.0))
+    table[4] = ((0.97, 0.97, 0.97), 1.001, 1.001)
+    master: Master[int, Guess, Guess] = Master(Improving(table))
+    winner = master.run(range(5))
+    assert winner is not None
+    assert (winner.number, winner.step_s) == (4, 0.99)
