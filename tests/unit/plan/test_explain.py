@@ -91,7 +91,7 @@ def test_a_runner_up_is_told_term_by_term(example_plan):
     assert loss.changes == pytest.approx({"once_s": 0.006, "waiting_s": -0.001})
     assert str(loss) == (
         "dp8, 2 micro-batches, 1f1b, ZeRO 1: simulated 25 ms, +25.0 %: once per step (gradients, "
-        "parameters, optimizer) +6 ms, waiting (bubbles, messages) -1 ms"
+        "parameters, sums, optimizer) +6 ms, waiting (bubbles, messages) -1 ms"
     )
 
 
