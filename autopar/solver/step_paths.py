@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from math import exp, log1p
@@ -96,17 +96,17 @@ class StepPaths:
         orders: Who does what when.
     """
 
-    orders: tuple[StepRows, ...]
+    orders: InitVar[tuple[StepRows, ...]]
     num_stages: int = field(init=False)
     _terms: list[int] = field(default_factory=list)
     _before: list[int] = field(default_factory=list)
     _beside: list[int] = field(default_factory=list)
     _last: list[list[int]] = field(default_factory=list)  # by order, the last thing of each rank
 
-    def __post_init__(self) -> None:
-        self.num_stages = self.orders[0].num_stages
-        add = self._append if len(self.orders) == 1 else self._shared()
-        for order in self.orders:
+    def __post_init__(self, orders: tuple[StepRows, ...]) -> None:
+        self.num_stages = orders[0].num_stages
+        add = self._append if len(orders) == 1 else self._shared()
+        for order in orders:
             self._last.append([at for at in self._add(order, add) if at >= 0])
 
     @property

@@ -24,14 +24,7 @@ from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-KINDS = (
-    ScheduleKind.GPIPE,
-    ScheduleKind.FORWARD,
-    ScheduleKind.ONE_F_ONE_B,
-    ScheduleKind.INTERLEAVED,
-    ScheduleKind.ZERO_BUBBLE,
-    ScheduleKind.ZBV,
-)
+KINDS = tuple(ScheduleKind)
 
 
 def shapes_of(

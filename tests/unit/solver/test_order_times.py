@@ -11,14 +11,7 @@ from autopar.plan.types import MeshShape, ScheduleKind, StagePlacement
 from autopar.solver.order_times import step_s
 from cost_models.simulate import StageSeconds, simulate
 
-KINDS = (
-    ScheduleKind.GPIPE,
-    ScheduleKind.FORWARD,
-    ScheduleKind.ONE_F_ONE_B,
-    ScheduleKind.INTERLEAVED,
-    ScheduleKind.ZERO_BUBBLE,
-    ScheduleKind.ZBV,
-)
+KINDS = tuple(ScheduleKind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
