@@ -474,7 +474,7 @@ class Master(Generic[S, C, V]):
         """What keeps the model's gap open, if something can still be done about it."""
         best_s = min((o.candidate.estimate_s for o in self._opened), default=0.0)
         floor_s, weak = self._least_floor(best_s)
-        if weak is None or not MODEL_GAP < 1 - floor_s / best_s <= CLOSABLE_GAP:
+        if weak is None or best_s <= 0 or not MODEL_GAP < 1 - floor_s / best_s <= CLOSABLE_GAP:
             return None
         if isinstance(weak, _Waiting):
             return weak if weak in self._aside else None

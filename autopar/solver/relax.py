@@ -194,7 +194,7 @@ def _short(error: AutoparError) -> str:
     if isinstance(error, InfeasibleError) and error.shortfalls:
         least = min(error.shortfalls, key=lambda s: s.needed)
         needs = f"needs {least.amount(least.needed)}, has {least.amount(least.available)}"
-        return f"{least.what} still {needs}"
+        return f"{least.what} still {needs}" if least.degrees else f"still {needs}"
     return str(error).partition("\n")[0]
 
 
