@@ -116,6 +116,7 @@ class PipelineSearch:
     num_states: int = 0
     units: Vector = field(init=False)
     _typical: dict[tuple[int, int, float], float] = field(default_factory=dict)
+    _stages: dict[StageChoice, tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prices = run_prices(self.problem)
@@ -230,21 +231,21 @@ class PipelineSearch:
 
     def _fill(self, index: int, high: int, flight: int, period_s: float) -> int:
         """The first block of the longest run that ends at ``high`` and takes no longer."""
-        time_s = self.prices[index].time_s
-        if not time_s(high - 1, high, flight) <= period_s:
+        fits = self.prices[index].fits
+        if not fits(high - 1, high, flight, period_s):
             return high
         # a run of typical blocks of the same number is a good guess, then by halves
         low, known = 0, high - 1
-        if time_s(0, high, flight) <= period_s:
+        if fits(0, high, flight, period_s):
             return 0
         step = 1
-        while known - step > low and time_s(known - step, high, flight) <= period_s:
+        while known - step > low and fits(known - step, high, flight, period_s):
             known -= step
             step *= 2
         low = max(low, known - step)
         while known - low > 1:
             middle = (low + known) // 2
-            if time_s(middle, high, flight) <= period_s:
+            if fits(middle, high, flight, period_s):
                 known = middle
             else:
                 low = middle
@@ -322,13 +323,10 @@ class PipelineSearch:
         problem = self.problem
         seconds, once, exchange = [], [], []
         for stage in stages:
-            kind = problem.kinds[stage.kind]
-            blocks = kind.blocks[stage.low : stage.high]
-            pairs = zip(blocks, stage.options, strict=True)
-            seconds.append(sum(b.options[o].total_s for b, o in pairs))
-            once.append(sum(b.step_s for b in blocks))
-            shard = sum(problem.gradient_bytes[stage.low : stage.high]) / kind.num_devices
-            exchange.append(self._between_s("all_reduce", shard, stage.kind, None))
+            took = self._stage_s(stage)
+            seconds.append(took[0])
+            once.append(took[1])
+            exchange.append(took[2])
         hops = [self.hop_s(a.kind, b.kind, a.high - 1) for a, b in pairwise(stages)]
         period_s = max(
             (sum(seconds[i : j + 1]) + 2 * sum(hops[i:j])) / (j - i + 1)
@@ -349,6 +347,21 @@ class PipelineSearch:
             exchange_s=max(exchange),
             most=most,
         )
+
+    def _stage_s(self, stage: StageChoice) -> tuple[float, float, float]:
+        """Seconds of a micro-batch, once per step, and of adding up gradients; many share them."""
+        found = self._stages.get(stage)
+        if found is None:
+            kind = self.problem.kinds[stage.kind]
+            blocks = kind.blocks[stage.low : stage.high]
+            pairs = zip(blocks, stage.options, strict=True)
+            shard = sum(self.problem.gradient_bytes[stage.low : stage.high]) / kind.num_devices
+            found = self._stages[stage] = (
+                sum(b.options[o].total_s for b, o in pairs),
+                sum(b.step_s for b in blocks),
+                self._between_s("all_reduce", shard, stage.kind, None),
+            )
+        return found
 
     def hop_s(self, kind: int, after: int, boundary: int) -> float:
         """Seconds of a message between typical devices of two kinds of stages, one way."""

@@ -19,12 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cluster import Cluster
-from autopar.plan.schedule import action_lists, compute_order
 from autopar.plan.types import MeshShape, ScheduleKind
+from autopar.solver.order_times import ends_of
 from autopar.solver.stages_problem import BlockMenu
 from cost_models.base import CostModel
-from cost_models.lanes import Lane
-from cost_models.simulate import StageSeconds, simulate
+from cost_models.simulate import StageSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +263,7 @@ def evaluate(problem: MixedProblem, pipelines: Sequence[PipelineChoice]) -> Mixe
         if figures is None:
             return None
         rows.append(figures)
-        ready.append(_ends(figures, pipeline.num_microbatches))
+        ready.append(ends_of_stages(figures, pipeline.num_microbatches))
     pipeline_s = tuple(max(row) for row in ready)
     for row, figures in zip(ready, rows, strict=True):
         for s, stage in enumerate(figures):
@@ -315,25 +314,18 @@ def _stages(
     return tuple(found)
 
 
-def _ends(figures: Sequence[StageFigures], count: int) -> list[float]:
-    """When each stage has done its last backward, by simulation of 1F1B."""
+def ends_of_stages(figures: Sequence[StageFigures], count: int) -> list[float]:
+    """When each stage has done its last backward of 1F1B, as the simulator finds it."""
     depth = len(figures)
     if depth == 1:
         return [count * (figures[0].forward_s + figures[0].backward_s)]
-    mesh = MeshShape(pp=depth)
-    ahead = [(s - 1, s) for s in range(1, depth)]
-    lists = action_lists(
-        compute_order(ScheduleKind.ONE_F_ONE_B, depth, 1, count),
-        mesh,
-        forward_edges=ahead,
-        backward_edges=[(t, s) for s, t in ahead],
-    )
     seconds = [StageSeconds(forward_s=f.forward_s, backward_s=f.backward_s) for f in figures]
+    ahead = [(s - 1, s) for s in range(1, depth)]
     links = {(s, t): figures[min(s, t)].p2p_s for e in ahead for s, t in (e, e[::-1])}
-    ends = [0.0] * depth
-    for span in simulate(lists, seconds, p2p_s=links).spans:
-        if span.lane == Lane.COMPUTE:
-            ends[span.rank] = max(ends[span.rank], span.end_s)
+    ends, _ = ends_of(
+        ScheduleKind.ONE_F_ONE_B, MeshShape(pp=depth), count, None, seconds, links,
+        each_s=(), begin_s=(), reduces_once=(),
+    )  # fmt: skip
     return ends
 
 

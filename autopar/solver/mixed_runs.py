@@ -25,6 +25,46 @@ class _Leaner:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What one step does to a run of which all blocks of its key take the same option.
+
+    Attributes:
+        key: Whose blocks become leaner.
+        seconds: More, per block.
+        bytes: Fewer that a block saves of a micro-batch.
+        meanwhile_bytes: The largest transient while some of them are leaner.
+        transient_bytes: The largest one once all of them are.
+    """
+
+    key: int
+    seconds: float
+    bytes: int
+    meanwhile_bytes: int
+    transient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run with every block at its fastest, and how it becomes leaner.
+
+    Attributes:
+        counts: Blocks by key.
+        seconds: Of the run.
+        room_bytes: Left for what is saved and made.
+        saved_bytes: Of a micro-batch.
+        transient_bytes: The largest.
+        moves: In the order in which they are made.
+    """
+
+    counts: tuple[int, ...]
+    seconds: float
+    room_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    moves: tuple[_Move, ...]
+
+
 @dataclass(slots=True)
 class RunPrices:
     """Times of runs on one kind.
@@ -45,6 +85,9 @@ class RunPrices:
     _saved: list[int] = field(init=False)
     _counts: list[list[int]] = field(init=False)
     _known: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _chosen: dict[tuple[int, int, int], tuple[int, ...] | None] = field(default_factory=dict)
+    _runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
+    _moves: dict[tuple[bool, ...], tuple[int, tuple[_Move, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers: dict[str, int] = {}
@@ -96,53 +139,130 @@ class RunPrices:
         known = (low, high, flight)
         found = self._known.get(known)
         if found is None:
-            found = self._known[known] = self._made(low, high, flight)[0]
+            found = self._known[known] = self._least_s(low, high, flight)
         return found
+
+    def fits(self, low: int, high: int, flight: int, period_s: float) -> bool:
+        """Whether a run takes no longer than that: at its fastest first, which is found at once."""
+        if self._time[high] - self._time[low] > period_s:
+            return False
+        return self.time_s(low, high, flight) <= period_s
 
     def options(self, low: int, high: int, flight: int) -> tuple[int, ...] | None:
         """The options of a run's blocks for that time; None if it does not fit."""
-        time_s, picks = self._made(low, high, flight)
-        if math.isinf(time_s):
+        known = (low, high, flight)
+        if known not in self._chosen:
+            self._chosen[known] = self._options(low, high, flight)
+        return self._chosen[known]
+
+    def _options(self, low: int, high: int, flight: int) -> tuple[int, ...] | None:
+        if math.isinf(self.time_s(low, high, flight)):
             return None
-        left = [dict(row) for row in picks]
+        left = [[*row.items()] for row in self._picks(low, high, flight)]
+        for row in left:
+            row.sort()
         chosen = []
         for key in self.keys[low:high]:
-            option = max(o for o, count in left[key].items() if count > 0)
-            left[key][option] -= 1
+            row = left[key]
+            option, count = row[-1]
+            if count > 1:
+                row[-1] = (option, count - 1)
+            else:
+                row.pop()
             chosen.append(option)
         return tuple(chosen)
 
-    def _made(self, low: int, high: int, flight: int) -> tuple[float, list[dict[int, int]]]:
-        counts = [row[high] - row[low] for row in self._counts]
-        time_s = self._time[high] - self._time[low]
-        room = self.limit_bytes - (self._state[high] - self._state[low])
-        room -= flight * (self._saved[high] - self._saved[low])
-        picks = [{first: count} for first, count in zip(self._first, counts, strict=True)]
+    def _run(self, low: int, high: int) -> _Run:
+        """A run; what it takes for each number of micro-batches in flight begins with it."""
+        found = self._runs.get((low, high))
+        if found is None:
+            counts = tuple(row[high] - row[low] for row in self._counts)
+            transient, moves = self._moves_of(tuple(count > 0 for count in counts))
+            found = self._runs[low, high] = _Run(
+                counts=counts,
+                seconds=self._time[high] - self._time[low],
+                room_bytes=self.limit_bytes - (self._state[high] - self._state[low]),
+                saved_bytes=self._saved[high] - self._saved[low],
+                transient_bytes=transient,
+                moves=moves,
+            )
+        return found
+
+    def _moves_of(self, are_there: tuple[bool, ...]) -> tuple[int, tuple[_Move, ...]]:
+        """The largest transient at the fastest, and the moves, of runs of blocks of some keys.
+
+        All blocks of a key move together, but for the last move: after it the run fits.
+        """
+        if are_there in self._moves:
+            return self._moves[are_there]
+        at = {key: first for key, first in enumerate(self._first) if are_there[key]}
+
+        def largest() -> int:
+            return max((self.menus[k][o].transient_bytes for k, o in at.items()), default=0)
+
+        begin = transient = largest()
+        moves = []
+        for step in self._steps:
+            if at.get(step.key) != step.source:
+                continue  # none of its blocks are there, or at what it starts from
+            meanwhile = max(transient, self.menus[step.key][step.option].transient_bytes)
+            at[step.key] = step.option
+            transient = largest()
+            moves.append(_Move(step.key, step.seconds, step.bytes, meanwhile, transient))
+        self._moves[are_there] = begin, tuple(moves)
+        return self._moves[are_there]
+
+    def _least_s(self, low: int, high: int, flight: int) -> float:
+        run = self._run(low, high)
+        counts, time_s, transient = run.counts, run.seconds, run.transient_bytes
+        room = run.room_bytes - flight * run.saved_bytes
+        if room >= transient:
+            return time_s
+        for move in run.moves:
+            # making a block leaner may take more room while it is made again
+            each = flight * move.bytes
+            moved, count = -((room - move.meanwhile_bytes) // each), counts[move.key]
+            if moved < count:
+                return time_s + moved * move.seconds
+            time_s += count * move.seconds
+            room += count * each
+            transient = move.transient_bytes
+            if room >= transient:
+                return time_s
+        return math.inf
+
+    def _picks(self, low: int, high: int, flight: int) -> list[dict[int, int]]:
+        """By key, option -> blocks of a run that fits."""
+        run = self._run(low, high)
+        room = run.room_bytes - flight * run.saved_bytes
+        picks = [
+            {first: count} if count else {}
+            for first, count in zip(self._first, run.counts, strict=True)
+        ]
         transient = self._transient(picks)
         for step in self._steps:
             if room >= transient:
                 break
-            if not counts[step.key]:
-                continue
             row = picks[step.key]
             left = row.get(step.source, 0)
-            # making a block leaner may take more room while it is made again
+            if not left:
+                continue
             wanted = max(transient, self.menus[step.key][step.option].transient_bytes) - room
             moved = min(left, -(-wanted // (flight * step.bytes)))
-            row[step.source] = left - moved
-            row[step.option] = row.get(step.option, 0) + moved
-            time_s += moved * step.seconds
+            del row[step.source]
+            if moved < left:
+                row[step.source] = left - moved
+            row[step.option] = moved
             room += moved * flight * step.bytes
             transient = self._transient(picks)
-        return (time_s if room >= transient else math.inf), picks
+        return picks
 
     def _transient(self, picks: list[dict[int, int]]) -> int:
         return max(
             (
                 self.menus[key][option].transient_bytes
                 for key, row in enumerate(picks)
-                for option, count in row.items()
-                if count
+                for option in row
             ),
             default=0,
         )
