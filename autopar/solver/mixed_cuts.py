@@ -1,5 +1,7 @@
 """Cuts and recomputing of one pipeline of given kinds of stages, by CP-SAT.
 
+Dynamic programming (:mod:`autopar.solver.mixed_fill`) moves the cuts first, where runs of blocks
+have options that are found greedily. A program that is small enough to be solved chooses them too.
 As :mod:`autopar.solver.stages`, but every stage has a menu, a memory and devices of its own.
 Variables: ``g[i, s]`` block i lies in stage s or later, so that ``x[i, s] = g[i, s] - g[i, s +
 1]``; ``n[s, k, o]`` how many blocks of key k take option o in stage s; ``t_s`` seconds of stage s
@@ -24,12 +26,14 @@ from itertools import islice, pairwise, permutations
 
 from ortools.sat.python import cp_model
 
+from autopar.solver.mixed_fill import with_less_fill
 from autopar.solver.mixed_pipelines import PipelineSearch
 from autopar.solver.mixed_problem import PipelineChoice, StageChoice
 
 MEMORY_UNIT_BYTES = 1 << 16
 TIME_STEPS = 1 << 22
 WORK_LIMIT = 0.4  # deterministic seconds
+MAX_PLACES = 800  # stages times blocks: in that limit nothing is found for more
 MAX_ROUNDS = 4  # of swaps
 MAX_ORDERS = 6  # of classes
 
@@ -64,7 +68,8 @@ def swaps(
             found = None if list(other) == kinds else search.cut(other, most=most)
             if found is not None:
                 turned = found.choice(pipeline.num_microbatches)
-                yield tuple(turned if p == pipeline else p for p in pipelines)
+                for made in dict.fromkeys((turned, with_less_fill(search, turned))):
+                    yield tuple(made if p == pipeline else p for p in pipelines)
 
 
 def _orders(search: PipelineSearch, kinds: list[int]) -> Iterator[list[int]]:
@@ -97,6 +102,9 @@ def _turned(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:
 
 def _cut_again(search: PipelineSearch, pipeline: PipelineChoice) -> PipelineChoice:
     if len(pipeline.stages) == 1:
+        return pipeline
+    pipeline = with_less_fill(search, pipeline)
+    if len(pipeline.stages) * search.problem.num_blocks > MAX_PLACES:
         return pipeline
     found = _Program(search, pipeline).solve()
     if found is None:

@@ -210,7 +210,7 @@ class PipelineSearch:
                         continue
                     at = (*vector[:c], count, *vector[c + 1 :])
                     self.num_states += 1
-                    low = self._fill(index, high, min(flight, cap), period_s)
+                    low = self.longest_run(index, high, min(flight, cap), period_s)
                     if low >= high or (low and low >= best.get(at, high)):
                         continue
                     if any(
@@ -229,7 +229,7 @@ class PipelineSearch:
                 break
         return [kinds for _, kinds in done]
 
-    def _fill(self, index: int, high: int, flight: int, period_s: float) -> int:
+    def longest_run(self, index: int, high: int, flight: int, period_s: float) -> int:
         """The first block of the longest run that ends at ``high`` and takes no longer."""
         fits = self.prices[index].fits
         if not fits(high - 1, high, flight, period_s):
@@ -297,7 +297,7 @@ class PipelineSearch:
             in_front = len(kinds) - flight
             if at <= in_front:
                 return None
-            low = max(self._fill(index, at, min(flight, most), period_s), in_front)
+            low = max(self.longest_run(index, at, min(flight, most), period_s), in_front)
             if low >= at:
                 return None
             at = low
@@ -323,7 +323,7 @@ class PipelineSearch:
         problem = self.problem
         seconds, once, exchange = [], [], []
         for stage in stages:
-            took = self._stage_s(stage)
+            took = self.stage_s(stage)
             seconds.append(took[0])
             once.append(took[1])
             exchange.append(took[2])
@@ -348,7 +348,7 @@ class PipelineSearch:
             most=most,
         )
 
-    def _stage_s(self, stage: StageChoice) -> tuple[float, float, float]:
+    def stage_s(self, stage: StageChoice) -> tuple[float, float, float]:
         """Seconds of a micro-batch, once per step, and of adding up gradients; many share them."""
         found = self._stages.get(stage)
         if found is None:
