@@ -10,6 +10,7 @@ and add a reduce-scatter of gradients and an all-gather of parameters per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster, Machine
@@ -18,18 +19,22 @@ from autopar.ir.graph import Graph, InputKind, TensorMeta
 from autopar.ir.precision_rules import sum_dtype
 from autopar.plan.types import MeshShape
 from autopar.solver.analysis import Analysis
-from autopar.solver.block_costs import BlockTable, BlockTables
+from autopar.solver.block_costs import BlockTable, BlockTables, Sizes
 from autopar.solver.constraints import Constraints
+from autopar.solver.lanes import Lanes
 from autopar.solver.mixed_pipelines import never, unit_of
 from autopar.solver.mixed_problem import DeviceClass, MixedProblem, StageKind
+from autopar.solver.recompute_blocks import BlockLocalizer
 from autopar.solver.splits import solve_splits
 from autopar.solver.splits_problem import SplitsProblem
 from autopar.solver.stages_problem import BlockMenu
 from cost_models.base import CostModel, slowest_group
-from cost_models.memory import parameter_state_bytes
+from cost_models.memory import StateBytes, parameter_state_bytes
 
 Prices = Callable[[Cluster], CostModel]
 
+NO_WAY = (ShardingError, ConstraintError, InfeasibleError)
+SURE_SIZES = (1, 2)  # samples on a rank that are always priced, to see whether more are faster
 LEAST_GAIN = 0.02  # more samples on a rank are tried while a sample gets faster by this share
 MAX_SIZES = 8  # sizes of a pipeline's micro-batches
 MAX_PIPELINES = 6
@@ -77,6 +82,15 @@ class Built:
         return self.priced[kind.device_class, kind.tp, kind.samples // kind.dp]
 
 
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Bytes of whole parameters by block: all, gradients and compute copies."""
+
+    total: list[int]
+    grads: list[int]
+    params: list[int]
+
+
 @dataclass(slots=True)
 class MixedBuilder:
     """Builds problems for one model, and keeps the prices of classes between clusters.
@@ -96,6 +110,12 @@ class MixedBuilder:
     _analyses: dict[Cluster, Analysis] = field(default_factory=dict)
     _tables: dict[Cluster, BlockTables] = field(default_factory=dict)
     _priced: dict[tuple[Machine, int, int, int], Priced | None] = field(default_factory=dict)
+    _splits: dict[
+        tuple[Machine, int, int, int], tuple[Sizes, SplitsProblem, tuple[int, ...]] | None
+    ] = field(default_factory=dict)
+    _lanes: Lanes = field(default_factory=Lanes)
+    _localizer: BlockLocalizer | None = None
+    _whole: dict[int, _States] = field(default_factory=dict)
 
     def build(
         self,
@@ -117,21 +137,13 @@ class MixedBuilder:
             InfeasibleError: No way to run the model's blocks was found on any class.
         """
         classes = classes_of(cluster, limit_bytes)
-        priced: dict[tuple[int, int, int], Priced] = {}
-        analyses = []
-        for index, cls in enumerate(classes):
-            machine = cluster.machines[cls.machines[0]]
-            own = Cluster(machines=(machine,) * len(cls.machines))
-            analysis = self._analysis(own)
-            analyses.append(analysis)
-            for tp in (n for n in range(1, cls.machine_size + 1) if cls.machine_size % n == 0):
-                if wanted is None:
-                    sizes = self._sizes(own, machine, tp, is_late)
-                else:
-                    few = sorted(n for width, n in wanted if width == tp)
-                    made = [(n, self._price(own, machine, tp, n)) for n in few]
-                    sizes = [(n, found) for n, found in made if found is not None]
-                priced.update({(index, tp, samples): found for samples, found in sizes})
+        alone = [
+            Cluster(machines=(cluster.machines[cls.machines[0]],) * len(cls.machines))
+            for cls in classes
+        ]
+        analyses = [self._analysis(own) for own in alone]
+        with self._lanes.open():
+            priced = self._all_priced(classes, alone, is_late, wanted)
         if not priced:
             raise InfeasibleError(f"no block of the model can be run on {cluster}")
         chain = analyses[0].chain
@@ -140,13 +152,43 @@ class MixedBuilder:
             cluster=cluster,
             model=self.prices(cluster),
             classes=classes,
-            kinds=tuple(_kinds(classes, analyses, priced, homes)),
+            kinds=tuple(_kinds(classes, analyses, priced, homes, self._whole)),
             batch=analyses[0].batch_size,
             gradient_bytes=gradient_bytes(analyses[0], homes),
             max_pipelines=min(MAX_PIPELINES, cluster.num_devices),
             max_stages=min(MAX_STAGES, len(chain.blocks)),
         )
         return Built(problem=problem, analyses=tuple(analyses), priced=priced, homes=homes)
+
+    def _all_priced(
+        self,
+        classes: Sequence[DeviceClass],
+        alone: Sequence[Cluster],
+        is_late: Callable[[], bool],
+        wanted: Collection[tuple[int, int]] | None,
+    ) -> dict[tuple[int, int, int], Priced]:
+        """By class, ``tp`` and samples on a rank; ``alone`` has the machines of each class."""
+        ways = [
+            (index, own, tp)
+            for index, (cls, own) in enumerate(zip(classes, alone, strict=True))
+            for tp in range(1, cls.machine_size + 1)
+            if cls.machine_size % tp == 0
+        ]
+        if wanted is None:
+            for _, own, tp in ways:
+                for samples in SURE_SIZES:
+                    if not is_late():
+                        self._expect(own, tp, samples)
+        priced: dict[tuple[int, int, int], Priced] = {}
+        for index, own, tp in ways:
+            if wanted is None:
+                sizes = self._sizes(own, tp, is_late)
+            else:
+                few = sorted(n for width, n in wanted if width == tp)
+                made = [(n, self._price(own, tp, n)) for n in few]
+                sizes = [(n, found) for n, found in made if found is not None]
+            priced.update({(index, tp, samples): found for samples, found in sizes})
+        return priced
 
     def _analysis(self, cluster: Cluster) -> Analysis:
         if cluster not in self._analyses:
@@ -156,11 +198,14 @@ class MixedBuilder:
                 self._analyses[cluster] = self._base
             else:
                 self._analyses[cluster] = self._base.on(cluster, model)
-            self._tables[cluster] = BlockTables(self._analyses[cluster])
+            if self._localizer is None:
+                self._localizer = BlockLocalizer(self._base)
+            analysis = self._analyses[cluster]
+            self._tables[cluster] = BlockTables(analysis, self._localizer, self._lanes)
         return self._analyses[cluster]
 
     def _sizes(
-        self, own: Cluster, machine: Machine, tp: int, is_late: Callable[[], bool]
+        self, own: Cluster, tp: int, is_late: Callable[[], bool]
     ) -> list[tuple[int, Priced]]:
         """Samples on a rank, fewest first, while more of them make a sample faster."""
         batch = self._analyses[own].batch_size
@@ -170,7 +215,7 @@ class MixedBuilder:
             if batch % samples:
                 samples += 1
                 continue
-            made = self._price(own, machine, tp, samples)
+            made = self._price(own, tp, samples)
             if made is not None:
                 each_s = made.sample_s / samples
                 if each_s > best_s * (1 - LEAST_GAIN):
@@ -180,18 +225,43 @@ class MixedBuilder:
             samples *= 2
         return found
 
-    def _price(self, own: Cluster, machine: Machine, tp: int, samples: int) -> Priced | None:
-        analysis = self._analyses[own]
-        sizes = (analysis.batch_size // samples, 1, tp)
-        key = (machine, tp, samples, analysis.batch_size)
-        if key not in self._priced:
+    def _key(self, own: Cluster, tp: int, samples: int) -> tuple[Machine, int, int, int]:
+        return own.machines[0], tp, samples, self._analyses[own].batch_size
+
+    def _split(
+        self, own: Cluster, tp: int, samples: int
+    ) -> tuple[Sizes, SplitsProblem, tuple[int, ...]] | None:
+        """Sizes of a mesh, its splits problem and the solution; None if there is none."""
+        key, analysis = self._key(own, tp, samples), self._analyses[own]
+        if key not in self._splits:
+            sizes = (analysis.batch_size // samples, 1, tp)
             try:
                 problem = analysis.problem(sizes, 0)
-                options = solve_splits(problem).options
-                table = self._tables[own].table(sizes, problem, options)
-                self._priced[key] = Priced(problem=problem, options=options, table=table)
-            except (ShardingError, ConstraintError, InfeasibleError):
-                self._priced[key] = None
+                self._splits[key] = sizes, problem, solve_splits(problem).options
+            except NO_WAY:
+                self._splits[key] = None
+        return self._splits[key]
+
+    def _expect(self, own: Cluster, tp: int, samples: int) -> None:
+        """Start menus that will be asked for, so that they are found while splits are chosen."""
+        if self._analyses[own].batch_size % samples or self._key(own, tp, samples) in self._priced:
+            return
+        split = self._split(own, tp, samples)
+        if split is not None:
+            with suppress(*NO_WAY):  # told where they are asked for
+                self._tables[own].expect(*split)
+
+    def _price(self, own: Cluster, tp: int, samples: int) -> Priced | None:
+        key = self._key(own, tp, samples)
+        if key not in self._priced:
+            split = self._split(own, tp, samples)
+            self._priced[key] = None
+            del self._splits[key]
+            if split is not None:
+                sizes, problem, options = split
+                with suppress(*NO_WAY):
+                    table = self._tables[own].table(sizes, problem, options)
+                    self._priced[key] = Priced(problem=problem, options=options, table=table)
         return self._priced[key]
 
 
@@ -234,29 +304,25 @@ def gradient_bytes(analysis: Analysis, homes: dict[str, int]) -> tuple[int, ...]
     return tuple(amounts)
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Bytes of whole parameters by block: all, gradients and compute copies."""
-
-    total: list[int]
-    grads: list[int]
-    params: list[int]
-
-
 def _states(analysis: Analysis, homes: dict[str, int], dp: int) -> _States:
     count = len(analysis.chain.blocks)
     found = _States([0] * count, [0] * count, [0] * count)
+    known: dict[tuple[TensorMeta, str, bool], StateBytes] = {}  # many are alike
     for entry in analysis.graph.of_kind(InputKind.PARAM):
         if entry.meta is None or entry.name not in homes:
             continue
-        state = parameter_state_bytes(
-            entry.meta,
-            optimizer=analysis.optimizer,
-            zero_level=1 if dp > 1 else 0,
-            dp=dp,
-            master_dtype=entry.master or entry.meta.dtype,
-            requires_grad=entry.requires_grad,
-        )
+        master = entry.master or entry.meta.dtype
+        key = (entry.meta, master, entry.requires_grad)
+        state = known.get(key)
+        if state is None:
+            state = known[key] = parameter_state_bytes(
+                entry.meta,
+                optimizer=analysis.optimizer,
+                zero_level=1 if dp > 1 else 0,
+                dp=dp,
+                master_dtype=master,
+                requires_grad=entry.requires_grad,
+            )
         at = homes[entry.name]
         found.total[at] += state.total_bytes
         found.grads[at] += state.grad_bytes
@@ -269,10 +335,13 @@ def _kinds(
     analyses: Sequence[Analysis],
     priced: dict[tuple[int, int, int], Priced],
     homes: dict[str, int],
+    whole: dict[int, _States],
 ) -> list[StageKind]:
-    """Every class, ``tp``, samples on a rank and number of data ranks in whole units."""
+    """Every class, ``tp``, samples on a rank and number of data ranks in whole units.
+
+    ``whole`` keeps what states take on a number of data ranks, whatever the cluster.
+    """
     batch = analyses[0].batch_size
-    whole: dict[int, _States] = {}
     kinds = []
     for (c, tp, samples), found in priced.items():
         cls, analysis = classes[c], analyses[c]
