@@ -201,11 +201,13 @@ class StageMemory:
         Args:
             num_in_flight: Most micro-batches alive at once.
         """
-        # gradients are reduced after a backward, which has freed what its forward saved; parameters
-        # are gathered before the first forward, unless other stages take turns with this one
+        # gradients are reduced after the last backward, which has freed all that forwards saved, or
+        # after each of them; parameters are gathered before the first forward, unless other stages
+        # take turns with this one
         saved = self.saved_bytes * num_in_flight
+        reduced = self.saved_bytes * min(1, num_in_flight) if self.unreduced_bytes else saved
         freed = {
-            K.REDUCE_GRAD: (self.saved_bytes if num_in_flight else 0) - self.unreduced_bytes,
+            K.REDUCE_GRAD: reduced - self.unreduced_bytes,
             K.UNSHARD: self.gathered_bytes + (0 if self.gathers_again else saved),
         }
         transients = [p.peak_bytes - freed.get(k, 0) for k, p in self.programs.items()]

@@ -83,7 +83,7 @@ def in_flight_of(
     kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """Most micro-batches in flight by stage."""
-    return _in_flight(kind, _alone(mesh), count, warmup)
+    return _in_flight(kind, _alone(mesh), settled_count(kind, mesh, count, warmup), warmup)
 
 
 def flights_of(
@@ -93,7 +93,29 @@ def flights_of(
 
     The latter is empty where each rank has one stage and whole backwards: the former tells it all.
     """
-    return _flights(kind, _alone(mesh), count, warmup)
+    return _flights(kind, _alone(mesh), settled_count(kind, mesh, count, warmup), warmup)
+
+
+def settled_count(
+    kind: ScheduleKind, mesh: MeshShape, count: int, warmup: tuple[int, ...] | None
+) -> int:
+    """The fewest micro-batches known to be alive together as so many are.
+
+    Orders repeat themselves once they are under way: with halves of backwards after two rounds of
+    the ranks, micro-batch by micro-batch; interleaved ones round by round, and those that the last
+    round lacks are missing in as many rounds before it.
+
+    >>> settled_count(ScheduleKind.INTERLEAVED, MeshShape(pp=4, virtual=2), 130, None)
+    18
+    """
+    pp, rest = mesh.pp, count % mesh.pp
+    if warmup is not None:
+        return count
+    if kind.splits_backward:
+        return min(count, 3 * pp)
+    if kind is ScheduleKind.INTERLEAVED:
+        return min(count, (rest + 2) * pp + rest)
+    return count
 
 
 def _alone(mesh: MeshShape) -> MeshShape:
