@@ -187,7 +187,10 @@ def _verdict(search: MeshSearch, ranked: Ranked, spare: int) -> tuple[Outcome, i
     )
     if outcome.fits or not 0 < excess < limit:
         return outcome, spare
-    again = search.evaluated(search.moved(ranked, limit - excess, MAX_TRIALS))
+    tighter = search.moved(ranked, limit - excess, MAX_TRIALS)
+    if tighter is ranked:  # nothing fits a tighter limit
+        return outcome, spare
+    again = search.evaluated(tighter)
     return again, spare + excess if again.fits else spare
 
 

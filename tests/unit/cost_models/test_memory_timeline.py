@@ -80,6 +80,20 @@ def test_the_peak_is_named_by_operator_and_module():
     assert stage.at_most(3).total_bytes == 3 * 64 + 64
 
 
+@pytest.mark.parametrize(("unreduced", "most"), [(0, 3 * 64), (20, 2 * 64 + 150 + 20)])
+def test_gradients_are_reduced_beside_what_is_alive_then(unreduced: int, most: int):
+    """Once, when no micro-batch is left; from ZeRO 2 on after each of the backwards."""
+    reduce = {K.REDUCE_GRAD: ProgramMemory((150,))}
+    stage = StageMemory(saved_bytes=64, unreduced_bytes=unreduced, programs=reduce)
+    rows = [Action(0, F, m) for m in range(3)]
+    for m in range(3):
+        rows.append(Action(0, B, m))
+        rows += [Action(0, K.REDUCE_GRAD, m)] if unreduced else []
+    rows += [] if unreduced else [Action(0, K.REDUCE_GRAD)]
+    assert order_peak(0, rows, {0: stage}).total_bytes == most
+    assert stage.at_most(3).total_bytes == most
+
+
 def test_gathered_parameters_live_from_unshard_to_reshard():
     rows = [
         Action(0, K.UNSHARD), Action(0, F, 0), Action(0, K.RESHARD),
