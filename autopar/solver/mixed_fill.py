@@ -9,7 +9,7 @@ kind (:mod:`autopar.solver.mixed_runs`) and ``c`` a message across a boundary::
 Where ``C`` is near the least one hardly a boundary can move: those between the first block that the
 stages from ``s`` on can begin with, and the last that those before can end with, are looked at. As
 many micro-batches follow the first one, the period counts most: ``C`` goes from the longest stage
-at hand up, until no cut can be better.
+at hand up, until no cut can be better or the work limit is reached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.solver.mixed_pipelines import PipelineSearch, Template
 from autopar.solver.mixed_problem import PipelineChoice
 
 CAP_RATIO = 1.001  # from one longest stage to the next
-MAX_CAPS = 24
+MAX_CAPS = 24  # work limit: longest stages that are tried
 ROUNDING = 1e-9  # relative, of sums in another order
 
 _Row = dict[int, tuple[float, int]]  # first block -> seconds from there on, first of the next stage

@@ -31,6 +31,8 @@ class _Move:
 
     Attributes:
         key: Whose blocks become leaner.
+        source: The option that all of them have.
+        option: The leaner one.
         seconds: More, per block.
         bytes: Fewer that a block saves of a micro-batch.
         meanwhile_bytes: The largest transient while some of them are leaner.
@@ -38,6 +40,8 @@ class _Move:
     """
 
     key: int
+    source: int
+    option: int
     seconds: float
     bytes: int
     meanwhile_bytes: int
@@ -156,11 +160,20 @@ class RunPrices:
         return self._chosen[known]
 
     def _options(self, low: int, high: int, flight: int) -> tuple[int, ...] | None:
-        if math.isinf(self.time_s(low, high, flight)):
+        run = self._run(low, high)
+        made = self._made(run, flight)
+        if made is None:
             return None
-        left = [[*row.items()] for row in self._picks(low, high, flight)]
-        for row in left:
-            row.sort()
+        picks = [
+            {first: count} if count else {}
+            for first, count in zip(self._first, run.counts, strict=True)
+        ]
+        for move, moved in made:
+            of_key = picks[move.key]
+            kept = of_key.pop(move.source) - moved
+            of_key.update({move.source: kept} if kept else {})
+            of_key[move.option] = moved
+        left = [sorted(row.items()) for row in picks]
         chosen = []
         for key in self.keys[low:high]:
             row = left[key]
@@ -208,64 +221,43 @@ class RunPrices:
             meanwhile = max(transient, self.menus[step.key][step.option].transient_bytes)
             at[step.key] = step.option
             transient = largest()
-            moves.append(_Move(step.key, step.seconds, step.bytes, meanwhile, transient))
+            moves.append(
+                _Move(
+                    step.key, step.source, step.option, step.seconds, step.bytes,
+                    meanwhile, transient,
+                )
+            )  # fmt: skip
         self._moves[are_there] = begin, tuple(moves)
         return self._moves[are_there]
 
     def _least_s(self, low: int, high: int, flight: int) -> float:
         run = self._run(low, high)
-        counts, time_s, transient = run.counts, run.seconds, run.transient_bytes
+        made = self._made(run, flight)
+        if made is None:
+            return math.inf
+        time_s = run.seconds
+        for move, count in made:
+            time_s += count * move.seconds
+        return time_s
+
+    def _made(self, run: _Run, flight: int) -> list[tuple[_Move, int]] | None:
+        """The moves that make a run fit, each with its number of blocks; None if none do."""
+        made: list[tuple[_Move, int]] = []
         room = run.room_bytes - flight * run.saved_bytes
-        if room >= transient:
-            return time_s
+        if room >= run.transient_bytes:
+            return made
         for move in run.moves:
             # making a block leaner may take more room while it is made again
             each = flight * move.bytes
-            moved, count = -((room - move.meanwhile_bytes) // each), counts[move.key]
+            moved, count = -((room - move.meanwhile_bytes) // each), run.counts[move.key]
             if moved < count:
-                return time_s + moved * move.seconds
-            time_s += count * move.seconds
+                made.append((move, moved))
+                return made
+            made.append((move, count))
             room += count * each
-            transient = move.transient_bytes
-            if room >= transient:
-                return time_s
-        return math.inf
-
-    def _picks(self, low: int, high: int, flight: int) -> list[dict[int, int]]:
-        """By key, option -> blocks of a run that fits."""
-        run = self._run(low, high)
-        room = run.room_bytes - flight * run.saved_bytes
-        picks = [
-            {first: count} if count else {}
-            for first, count in zip(self._first, run.counts, strict=True)
-        ]
-        transient = self._transient(picks)
-        for step in self._steps:
-            if room >= transient:
-                break
-            row = picks[step.key]
-            left = row.get(step.source, 0)
-            if not left:
-                continue
-            wanted = max(transient, self.menus[step.key][step.option].transient_bytes) - room
-            moved = min(left, -(-wanted // (flight * step.bytes)))
-            del row[step.source]
-            if moved < left:
-                row[step.source] = left - moved
-            row[step.option] = moved
-            room += moved * flight * step.bytes
-            transient = self._transient(picks)
-        return picks
-
-    def _transient(self, picks: list[dict[int, int]]) -> int:
-        return max(
-            (
-                self.menus[key][option].transient_bytes
-                for key, row in enumerate(picks)
-                for option in row
-            ),
-            default=0,
-        )
+            if room >= move.transient_bytes:
+                return made
+        return None
 
 
 def run_prices(problem: MixedProblem) -> tuple[RunPrices, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations, product
 
 import pytest
 
@@ -39,6 +40,13 @@ def some_kind(rng: random.Random) -> StageKind:
     )  # fmt: skip
 
 
+def some_runs(rng: random.Random) -> tuple[RunPrices, list[tuple[int, int]]]:
+    """Prices under some limit, and all runs of blocks."""
+    kind = some_kind(rng)
+    runs = list(combinations(range(len(kind.blocks) + 1), 2))
+    return RunPrices(kind, rng.randint(20, 600)), runs
+
+
 def leaner_step_by_step(
     prices: RunPrices, low: int, high: int, flight: int
 ) -> tuple[float, tuple[int, ...]]:
@@ -72,32 +80,26 @@ def leaner_step_by_step(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_is_made_leaner_as_it_is_block_by_block(seed: int):
-    rng = random.Random(seed)
-    kind = some_kind(rng)
-    prices = RunPrices(kind, rng.randint(20, 600))
-    for low in range(len(kind.blocks)):
-        for high in range(low + 1, len(kind.blocks) + 1):
-            for flight in (1, 2, 5):
-                time_s, options = leaner_step_by_step(prices, low, high, flight)
-                assert prices.time_s(low, high, flight) == pytest.approx(time_s, rel=1e-12)
-                found = prices.options(low, high, flight)
-                assert (found is None) == math.isinf(time_s)
-                if found is not None:
-                    assert sorted(zip(prices.keys[low:high], found, strict=True)) == sorted(
-                        zip(prices.keys[low:high], options, strict=True)
-                    )
+    prices, runs = some_runs(random.Random(seed))
+    for (low, high), flight in product(runs, (1, 2, 5)):
+        time_s, options = leaner_step_by_step(prices, low, high, flight)
+        assert prices.time_s(low, high, flight) == pytest.approx(time_s, rel=1e-12)
+        found = prices.options(low, high, flight)
+        assert (found is None) == math.isinf(time_s)
+        if found is not None:
+            assert sorted(zip(prices.keys[low:high], found, strict=True)) == sorted(
+                zip(prices.keys[low:high], options, strict=True)
+            )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_fits_into_a_period_is_what_takes_no_longer(seed: int):
     rng = random.Random(seed)
-    kind = some_kind(rng)
-    prices = RunPrices(kind, rng.randint(20, 600))
-    for low in range(len(kind.blocks)):
-        for high in range(low + 1, len(kind.blocks) + 1):
-            time_s = prices.time_s(low, high, 2)
-            for period_s in (time_s, math.nextafter(time_s, 0.0), rng.uniform(0, 40)):
-                assert prices.fits(low, high, 2, period_s) == (time_s <= period_s)
+    prices, runs = some_runs(rng)
+    for low, high in runs:
+        time_s = prices.time_s(low, high, 2)
+        for period_s in (time_s, math.nextafter(time_s, 0.0), rng.uniform(0, 40)):
+            assert prices.fits(low, high, 2, period_s) == (time_s <= period_s)
 
 
 @pytest.mark.parametrize("seed", range(20))
