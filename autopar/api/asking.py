@@ -10,6 +10,7 @@ import torch
 from autopar.api.arguments import file_of
 from autopar.api.compiling import Devices, LossFunction, capture_call, cluster_for
 from autopar.api.questions import Questions
+from autopar.cluster import Cluster
 from autopar.errors import ConfigError
 from autopar.plan.types import Plan
 from autopar.runtime.start import check_model
@@ -55,8 +56,21 @@ def questions_of(  # noqa: PLR0913
     cluster = cluster_for(devices or plan.cluster, plan, None, cost_per_hour, prices_file)
     _, captured = capture_call(model, inputs, args, loss, mode=plan.mode, precision=plan.precision)
     check_model(plan, captured)
-    limit_bytes = None
-    if not plan.pipelines and plan.memory_limit_bytes not in (0, cluster.memory_bytes):
-        limit_bytes = plan.memory_limit_bytes  # the user's: a cluster's text does not name it
+    limit_bytes = _own_limit_bytes(plan, cluster)
+    if limit_bytes is not None:  # a cluster's text does not name it
         cluster = cluster.with_memory_limit(limit_bytes)
     return Questions(captured, cluster, plan, time_limit_s, limit_bytes, prices_file)
+
+
+def _own_limit_bytes(plan: Plan, cluster: Cluster) -> int | None:
+    """The memory of a device that the user allowed, None if that is what each device has."""
+    if not plan.pipelines:
+        limit_bytes = plan.memory_limit_bytes
+        return None if limit_bytes in (0, cluster.memory_bytes) else limit_bytes
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    has_own = any(
+        stage.memory_limit_bytes != cluster.device_of(rank).usable_bytes
+        for stage in stages
+        for rank in stage.devices
+    )
+    return min(stage.memory_limit_bytes for stage in stages) if has_own else None

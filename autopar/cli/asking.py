@@ -13,6 +13,7 @@ from autopar.cli.decisions import amount, costs, decisions
 from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, plan_summary, show_answer
 from autopar.errors import ConfigError
+from autopar.interruption import ends_at_once
 from autopar.plan.io import Json, json_record, load_plan, save_plan
 from autopar.report.answers import print_answer, render_lines
 
@@ -121,7 +122,8 @@ def _explain_words(words: Sequence[str]) -> tuple[str | None, str, str | None]:
 def _questions(
     args: argparse.Namespace, name: str, plan: Plan, *, devices: str | None
 ) -> Questions:
-    from autopar.api.asking import questions_of  # here, since torch takes seconds
+    with ends_at_once():
+        from autopar.api.asking import questions_of  # here, since torch takes seconds
 
     prices = costs(args.cost_per_hour)
     model, inputs = load_model(name, args.batch)

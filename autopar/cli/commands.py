@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from autopar.cli.decisions import amount, costs, decisions
 from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, show_answer, show_plan
+from autopar.interruption import ends_at_once
 from autopar.plan.io import json_record, load_plan, save_plan
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
 from cost_models.profile import profile_cache_path
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 def plan(args: argparse.Namespace) -> int:
     """``autopar plan``."""
-    from autopar import api  # here, since torch takes seconds and "report" does without
+    with ends_at_once():
+        from autopar import api  # here, since torch takes seconds and "report" does without
 
     check_folder("--output", args.output)
     check_folder("--trace", args.trace)
@@ -81,7 +83,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def profile(args: argparse.Namespace) -> int:
     """``autopar profile``."""
-    from autopar.api.profiling import profile_machine
+    with ends_at_once():
+        from autopar.api.profiling import profile_machine
     from cost_models.profile import dump_profile
 
     named = args.model
@@ -112,7 +115,8 @@ def interruption_words(args: argparse.Namespace) -> str:
 def verify(args: argparse.Namespace) -> int:
     """``autopar verify``."""
     saved = load_plan(args.plan, accept_edits=args.accept_edits)
-    from autopar import api  # after a damaged plan was refused: torch takes seconds
+    with ends_at_once():
+        from autopar import api  # after a damaged plan was refused: torch takes seconds
 
     model, inputs = load_model(args.model, args.batch)
     result = api.verify(model, saved, inputs)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from autopar.cli.models import load_model
 from autopar.cli.output import REFUSED
 from autopar.errors import ConfigError
+from autopar.interruption import ends_at_once
 from autopar.plan.io import load_plan
 from autopar.units import format_time
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace) -> int:
     """Run under torchrun or on one device; else start the ranks, or say how to."""
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
-    from autopar.api.environment import is_launched, local_machine  # torch takes seconds
+    with ends_at_once():
+        from autopar.api.environment import is_launched, local_machine  # torch takes seconds
 
     if is_launched() or plan.num_devices == 1:
         return _train(args, plan)

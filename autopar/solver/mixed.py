@@ -175,16 +175,23 @@ def _infeasible(problem: MixedProblem, cluster: Cluster) -> InfeasibleError:
         for c, cls in enumerate(problem.classes)
         if widest.get(c, 0) > cls.limit_bytes
     ]
-    rows.append(
-        Shortfall(
-            what="memory of all devices for one copy of the model",
-            needed=least,
-            available=room,
-            unit="bytes",
-            remedy="use more devices, or devices with more memory",
+    if least > room:
+        rows.append(
+            Shortfall(
+                what="memory of all devices for one copy of the model",
+                needed=least,
+                available=room,
+                unit="bytes",
+                remedy="use more devices, or devices with more memory",
+            )
         )
+    if rows:
+        return InfeasibleError(f"no plan fits {cluster}", tuple(rows))
+    return InfeasibleError(
+        f"no plan fits {cluster}: a copy of the model takes {format_bytes(least)} at least, all "
+        f"devices have {format_bytes(room)}, but no cuts were found whose stages fit theirs; use "
+        "more devices, or devices with more memory"
     )
-    return InfeasibleError(f"no plan fits {cluster}", tuple(rows))
 
 
 def mixed_plan(built: Built, answer: MixedAnswer, model_hash: str, wish: MixedWish) -> Plan:

@@ -97,10 +97,14 @@ class Replan:
             elif steps == 0:
                 lines.append("break-even: at once, to move takes no longer than to stay")
             else:
+                whole = math.ceil(steps)
+                end_s = self.migration.seconds + whole * self.plan.time_s
                 lines.append(
-                    f"break-even: after {math.ceil(steps):,} steps, "
-                    f"{format_time(self.break_even_s)} from the start of the move"
+                    f"break-even: after {whole:,} step{'' if whole == 1 else 's'}, "
+                    f"{format_time(end_s)} from the start of the move"
                 )
+        if self.plan.pipelines:
+            lines.append("to run: not yet; unequal pipelines are planned, saved and shown")
         own = constraint_words(given_constraints(constraints_of(self.plan.constraints)))
         if own:
             lines.append(f"under: {own} (the user's, as for the old plan)")

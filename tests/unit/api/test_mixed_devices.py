@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 from autopar import api
+from autopar.api.asking import questions_of
 from autopar.errors import ConfigError, PlanError
 
 DEVICES = "2x2:h100-sxm + 2:a100-80gb"
@@ -65,6 +66,21 @@ def test_a_model_is_planned_for_two_kinds_and_again_without_a_machine(tmp_path):
     )
     with pytest.raises(PlanError, match=r"not run: .* \(devices='\d:"):
         model(**batch)
+
+
+def test_a_memory_limit_holds_where_a_saved_plan_is_planned_again():
+    model, batch = build(layers=4, rows=1024)
+    free = api.plan(model, DEVICES, batch)
+    limit = int(0.9 * free.peak_bytes)
+    plan = api.plan(model, DEVICES, batch, memory_limit=limit)
+    assert plan.pipelines
+    assert plan.peak_bytes <= limit < free.peak_bytes
+    asked = questions_of(model, batch, plan)
+    assert asked.limit_bytes == limit
+    answer = asked.replan(None, (), {0: 0.9}, thorough=False)
+    assert answer.plan.peak_bytes <= limit
+    assert "to run: not yet" in str(answer)
+    assert questions_of(model, batch, free).limit_bytes is None
 
 
 def test_the_cheapest_plan_may_leave_a_kind_idle():
