@@ -17,6 +17,7 @@ from autopar.plan.types import MemoryParts
 from cost_models.lanes import Lane
 from cost_models.memory_timeline import MemoryTimeline
 from cost_models.spans import Simulation, Span
+from cost_models.whole_step import Remainder
 
 Event: TypeAlias = dict[str, object]
 
@@ -34,6 +35,7 @@ def trace_events(
     memory: Sequence[MemoryTimeline] = (),
     *,
     rank_words: Callable[[int], str] = "pipeline rank {}".format,
+    remainders: Sequence[Remainder] = (),
 ) -> list[Event]:
     """The events of a step.
 
@@ -41,10 +43,11 @@ def trace_events(
         simulation: The step.
         memory: Memory over time, for counters.
         rank_words: Name of a pipeline rank.
+        remainders: What else the step takes, on a thread of its own.
 
     Returns:
         Names of processes and threads (phase ``M``), one complete event (``X``) for each span that
-        takes time, and counters (``C``) of bytes by part.
+        takes time and each remainder, and counters (``C``) of bytes by part.
     """
     events: list[Event] = []
     for rank in range(simulation.num_ranks):
@@ -57,6 +60,12 @@ def trace_events(
             events.append(_name("thread_name", rank, thread, name=words))
             events.append(_name("thread_sort_index", rank, thread, sort_index=thread))
         events += [_complete(span, threads[span.lane]) for span in own]
+        rest = [part for part in remainders if part.rank == rank]
+        if rest:
+            thread = max(threads.values(), default=-1) + 1
+            events.append(_name("thread_name", rank, thread, name="outside of the programs"))
+            events.append(_name("thread_sort_index", rank, thread, sort_index=thread))
+            events += [_remainder(part, thread) for part in rest]
     for timeline in memory:
         events += _counters(timeline)
     return events
@@ -112,6 +121,19 @@ def _complete(span: Span, thread: int) -> Event:
         "ts": span.start_s * _MICROSECONDS,
         "dur": span.duration_s * _MICROSECONDS,
         "args": args,
+    }
+
+
+def _remainder(part: Remainder, thread: int) -> Event:
+    return {
+        "ph": "X",
+        "name": part.words,
+        "cat": "remainder",
+        "pid": part.rank,
+        "tid": thread,
+        "ts": part.start_s * _MICROSECONDS,
+        "dur": (part.end_s - part.start_s) * _MICROSECONDS,
+        "args": {},
     }
 
 

@@ -12,9 +12,10 @@ from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, show_answer, show_plan
 from autopar.interruption import ends_at_once
 from autopar.plan.io import json_record, load_plan, save_plan
-from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
+from cost_models.plan_simulation import device_words, plan_memory
 from cost_models.profile import profile_cache_path
 from cost_models.trace import trace_events, write_trace
+from cost_models.whole_step import whole_step
 
 if TYPE_CHECKING:
     from autopar.plan.types import Plan
@@ -64,11 +65,12 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _write_trace(plan: Plan, path: str) -> None:
-    simulation = simulate_plan(plan)
+    step = whole_step(plan)
     events = trace_events(
-        simulation,
-        plan_memory(plan, simulation),
+        step.simulation,
+        plan_memory(plan, step.simulation),
         rank_words=lambda rank: f"pipeline rank {rank}, {device_words(plan, rank)}",
+        remainders=step.remainders,
     )
     write_trace(path, events)
 

@@ -26,6 +26,7 @@ from autopar.solver.search import solve
 from autopar.solver.search_stats import SearchStats
 from cost_models.base import CostModel
 from cost_models.plan_simulation import device_words, plan_memory, simulate_plan
+from cost_models.whole_step import whole_step
 from tests.joint_graphs import residual_network
 
 pytestmark = pytest.mark.slow  # each asks for several searches
@@ -110,6 +111,8 @@ def test_a_plan_of_pipelines_is_shown_and_drawn():
     simulation = simulate_plan(plan)
     assert simulation.num_ranks == sum(len(p.stages) for p in plan.pipelines)
     assert simulation.makespan_s <= plan.time_s * 1.001
+    step = whole_step(plan)
+    assert max(s.end_s for s in step.simulation.spans) == pytest.approx(plan.time_s)
     assert device_words(plan, 0).startswith("pipeline 0 stage 0")
     assert plan_memory(plan, simulation) == ()
     assert plan.diff(plan).is_empty
