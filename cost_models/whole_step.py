@@ -1,4 +1,4 @@
-"""A simulated plan with what its figures do not place in a step, so that it ends when the step does.
+"""A simulated plan with what its figures do not place, so that it ends when the step does.
 
 :func:`~cost_models.plan_simulation.simulate_plan` has what stages do: passes, messages, reductions.
 The step that is printed has more: sums and outputs that all ranks get, seconds outside of programs

@@ -169,7 +169,9 @@ class ParamExplanation:
         splits: How they are split, in words, one sentence for each way.
         decided_by: ``"solver"``, or the user's constraint.
         gathered: Where and when they are gathered whole, in words.
-        collectives: That their operators cause in one step on one device, all layers together.
+        collectives: That their operators cause in one step on one device, all of its layers
+            together: in a pipeline the device on which they take longest.
+        collectives_on: In a pipeline which device that is; "" without one.
         alternatives: What other splits would cost; empty without the model, or with one tp rank.
         missing: What could not be said, each with the remedy.
     """
@@ -180,17 +182,21 @@ class ParamExplanation:
     decided_by: str
     gathered: tuple[str, ...] = ()
     collectives: tuple[CollectiveTotal, ...] = ()
+    collectives_on: str = ""
     alternatives: tuple[Alternative, ...] = ()
     missing: tuple[str, ...] = ()
 
     def sections(self) -> Sections:
         """Splits, gathering, collectives, alternatives."""
+        device = "one device"
+        if self.collectives_on:
+            device = f"a device of {self.collectives_on}, where they take longest"
         return (
             (f"{self.pattern}: {_counted(len(self.parameters), 'parameter')}", self.splits),
             ("Decided by", (self.decided_by,)),
             ("Gathered", self.gathered),
             (
-                "Collectives that they cause in one step on one device",
+                f"Collectives that they cause in one step on {device}",
                 tuple(map(collective_words, self.collectives)),
             ),
             ("Alternatives", tuple(a.text for a in self.alternatives)),

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import ConfigError, InfeasibleError
 from autopar.ir.graph import InputKind
 from autopar.plan.answers import Alternative, ParamExplanation
-from autopar.plan.explain import decided_by, explain_parameters
+from autopar.plan.explain import decided_by, explain_parameters, rank_words
 from autopar.plan.types import TP_AXIS, Plan
 from autopar.sharding.decisions import Choice
 from autopar.sharding.placement import R, Replicate
@@ -56,12 +56,13 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
     again = Resimulator.of(plan, analysis)
     setting = again.setting(analysis.cluster, analysis.model, analysis.optimizer_s_per_byte)
     count = plan.num_microbatches
-    collectives = caused_collectives(
+    rank, collectives = caused_collectives(
         again.programs,
         names,
         analysis.model,
         setting.groups(),
         [count if stage.zero_level >= 2 else 1 for stage in plan.stages],
+        plan.mesh,
     )
     owners = [p.owner for p in again.programs.params.values() if p.name in set(names)]
     level = max((plan.stages[owner].zero_level for owner in owners), default=0)
@@ -73,6 +74,7 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
         decided_by=decided_by(plan, names),
         gathered=_gathered_words(again.programs, names),
         collectives=collectives,
+        collectives_on=rank_words(plan, rank) if collectives and plan.mesh.pp > 1 else "",
         alternatives=alternatives,
         missing=missing,
     )

@@ -9,9 +9,10 @@ query, key and value) is caused by each of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph, Input, InputKind, Node, OutputKind
-from autopar.plan.types import CollectiveTotal
+from autopar.plan.types import CollectiveTotal, MeshShape
 from autopar.sharding.programs import LocalPrograms
 from autopar.sharding.stages import VIEW_OPS
 from cost_models.base import CostModel
@@ -30,8 +31,9 @@ def caused_collectives(
     model: CostModel,
     groups: Mapping[str, Sequence[int]],
     num_reduces: Sequence[int],
-) -> tuple[CollectiveTotal, ...]:
-    """Calls, bytes and seconds in one step on one device of each stage, all stages together.
+    mesh: MeshShape,
+) -> tuple[int, tuple[CollectiveTotal, ...]]:
+    """Calls, bytes and seconds in one step on one device: that on which they take longest.
 
     Args:
         programs: The localized plan.
@@ -39,21 +41,48 @@ def caused_collectives(
         model: Prices.
         groups: Global ranks along each mesh axis.
         num_reduces: By stage, gradient reductions per step.
+        mesh: Which stages a device has.
+
+    Returns:
+        The device's pipeline rank, the first of those that are alike, and its collectives.
     """
     targets = _targets(programs, names)
     count = programs.axis_sizes[0]
-    totals: dict[tuple[str, str, str], CollectiveTotal] = {}
+    rows: list[tuple[CollectiveTotal, ...]] = []
+    for rank in range(mesh.pp):
+        found = _Totals(model, groups)
+        for stage in (programs.stages[s] for s in mesh.stages_of(rank)):
+            for graph, runs in ((stage.unshard, 1), (stage.reduce, num_reduces[stage.index])):
+                found.add(graph, _on_paths(graph, targets), "once per step", runs)
+            around = _around_readers(stage.backward, targets)
+            around |= _before_gradients(stage.backward, targets)
+            found.add(stage.forward, _around_readers(stage.forward, targets), "forward", count)
+            found.add(stage.backward, around, "backward", count)
+        rows.append(found.ordered())
+    seconds = [sum(total.time_s for total in row) for row in rows]
+    busiest = seconds.index(max(seconds))
+    return busiest, rows[busiest]
 
-    def add(graph: Graph, found: set[str], where: str, runs: int) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Collectives by when, kind and axis; more are added to them."""
+
+    model: CostModel
+    groups: Mapping[str, Sequence[int]]
+    totals: dict[tuple[str, str, str], CollectiveTotal] = field(default_factory=dict)
+
+    def add(self, graph: Graph, found: set[str], where: str, runs: int) -> None:
+        """Those of ``found`` in a program that runs ``runs`` times."""
         metas = graph.metas()
         for node in graph.nodes:
             if node.name not in found:
                 continue
             kind, axis = node.op.removeprefix("comm."), collective_axis(node)
             payload = payload_bytes([metas[r] for r in node.refs()][:1], node.meta)
-            time_s = model.collective_time_s(kind, payload, groups.get(axis, (0,)))
-            old = totals.get((where, kind, axis))
-            totals[where, kind, axis] = CollectiveTotal(
+            time_s = self.model.collective_time_s(kind, payload, self.groups.get(axis, (0,)))
+            old = self.totals.get((where, kind, axis))
+            self.totals[where, kind, axis] = CollectiveTotal(
                 kind=kind,
                 axis=axis,
                 where=where,
@@ -62,19 +91,9 @@ def caused_collectives(
                 time_s=runs * time_s + (old.time_s if old else 0.0),
             )
 
-    for stage in programs.stages:
-        add(stage.unshard, _on_paths(stage.unshard, targets), "once per step", 1)
-        add(
-            stage.reduce,
-            _on_paths(stage.reduce, targets),
-            "once per step",
-            num_reduces[stage.index],
-        )
-        add(stage.forward, _around_readers(stage.forward, targets), "forward", count)
-        add(stage.backward, _around_readers(stage.backward, targets), "backward", count)
-        grads = _before_gradients(stage.backward, targets)
-        add(stage.backward, grads - _around_readers(stage.backward, targets), "backward", count)
-    return tuple(totals[key] for key in sorted(totals))
+    def ordered(self) -> tuple[CollectiveTotal, ...]:
+        """By when, kind and axis."""
+        return tuple(self.totals[key] for key in sorted(self.totals))
 
 
 def _targets(programs: LocalPrograms, names: Collection[str]) -> set[str]:

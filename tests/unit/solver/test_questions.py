@@ -10,6 +10,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ConfigError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.plan.answers import ParamExplanation, PlanExplanation
+from autopar.plan.explain import rank_words
 from autopar.plan.time_terms import plan_terms
 from autopar.plan.types import Plan, ScheduleKind
 from autopar.solver.constraints import Constraints
@@ -217,6 +218,7 @@ def test_parameters_are_explained_by_what_the_programs_do(asker: Asker, plan: Pl
     gathers = [c for c in told.collectives if (c.kind, c.axis) == ("all_gather", "dp")]
     reduces = [c for c in told.collectives if (c.kind, c.axis) == ("reduce_scatter", "dp")]
     assert [c.count for c in (*gathers, *reduces)] == [1, 1]  # all of them in one bucket
+    assert told.collectives_on == ""
     everything = explain_parameters_with_model(asker, plan, "*")
     for total in everything.collectives:
         planned = [
@@ -225,6 +227,29 @@ def test_parameters_are_explained_by_what_the_programs_do(asker: Asker, plan: Pl
         ]  # fmt: skip
         assert sum(c.count for c in planned) >= total.count
         assert sum(c.payload_bytes for c in planned) >= total.payload_bytes
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_collectives_of_parameters_are_those_of_one_device_of_a_pipeline(virtual):
+    net = residual_network(4, rows=16, width=128, hidden=512)
+    pinned = Asker(question(net, dp=2, tp=1, pp=2, virtual=virtual, zero=1, num_microbatches=4))
+    plan = pinned.first()[0]
+    told = explain_parameters_with_model(pinned, plan, "*")
+    kinds = {("all_gather", "dp"), ("reduce_scatter", "dp")}
+    expected = []
+    for rank in range(2):
+        rows = [
+            c for s in plan.mesh.stages_of(rank) for c in plan.stages[s].collectives
+            if (c.kind, c.axis) in kinds and c.where == "once per step"
+        ]  # fmt: skip
+        expected.append((sum(c.time_s for c in rows), sum(c.payload_bytes for c in rows)))
+    found = [c for c in told.collectives if (c.kind, c.axis) in kinds]
+    assert sum(c.time_s for c in found) == pytest.approx(max(expected)[0])
+    assert sum(c.payload_bytes for c in found) == max(expected)[1]
+    rank = expected.index(max(expected))
+    assert told.collectives_on == rank_words(plan, rank)
+    title = f"Collectives that they cause in one step on a device of {told.collectives_on}"
+    assert any(text.startswith(title) for text, _ in told.sections())
 
 
 def test_alternatives_are_solved_for():
