@@ -225,7 +225,7 @@ def _time_binding(plan: Plan, terms: TimeTerms | None) -> list[Binding]:
         f"{100 * terms.compute_s / plan.time_s:.1f} %"
     )
     if plan.mesh.pp > 1:
-        text += f"; all other pipeline ranks wait for it ({100 * (1 - busy):.1f} % bubbles)"
+        text += f"; it waits for {100 * (1 - busy):.1f} %, other pipeline ranks for as much or more"
     return [Binding(kind="time", where=where, share=busy, text=text)]
 
 

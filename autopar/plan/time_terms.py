@@ -14,6 +14,8 @@ TERM_WORDS: Mapping[str, str] = {
     "waiting_s": "waiting (bubbles, messages)",
 }
 """Term -> what it is, in words."""
+HOST_NOTE = "told as waiting"
+"""What a plan says of seconds outside of its programs, which are in no other term."""
 SAME = 5e-4  # a term that differs by less than this share of the step did not change
 
 

@@ -164,7 +164,7 @@ def _time(plan: Plan, width: int) -> Lines:
         for index, stage in enumerate(p.stages)
     ]  # fmt: skip
     note = (
-        "Busy: share of the step in which the stage computes. Own step: gradients over dp and the "
-        "optimizer. Exchange: gradients added up with other pipelines."
+        "Busy: share of the step in forwards and backwards. Own step: gradients over dp and the "
+        "optimizer. Exchange: gradients added up with other pipelines. The rest is waiting."
     )
     return [*table(columns, rows, width), *paragraph(note, width)]

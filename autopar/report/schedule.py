@@ -1,4 +1,4 @@
-"""The schedule drawn and in words: what it is, how much of a step is idle under it, and why it."""
+"""The schedule drawn and in words: what it is, how much of a step ranks wait under it, why it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopar.plan.orders import plain_warmup, plan_order
 from autopar.plan.schedule_text import draw_schedule
+from autopar.plan.time_terms import busy_terms
 from autopar.plan.types import Plan, ScheduleKind, StagePlacement
 from autopar.report.layout import Lines, paragraph
 from cost_models.plan_simulation import simulate_plan
@@ -48,7 +49,7 @@ def schedule_title(plan: Plan) -> str:
 
 
 def schedule_lines(plan: Plan, width: int) -> Lines:
-    """What the order is, the idle share, and the time grid of equal stages."""
+    """What the order is, the share that is waited for, and the time grid of equal stages."""
     lines: Lines = []
     for text in schedule_words(plan):
         lines += paragraph(text, width, indent="  ", first="")
@@ -65,33 +66,58 @@ def schedule_words(plan: Plan) -> Iterator[str]:
             f"warm-up: pipeline ranks run {depths} forwards before their first backward (plain "
             f"1F1B: {plain}); more in flight hide more of the messages"
         )
-    share = idle_share(plan)
+    share = waiting_share(plan)
     if share is None:
         return
-    text = f"idle: {100 * share:.1f} % of the ranks' time, waiting for other stages and messages"
+    text = f"waiting: {100 * share:.1f} % of a step, the mean of the pipeline ranks"
     other = plain_plan(plan)
-    if other is not None:
-        less = idle_share(other)
+    less = None if other is None else _plain_share(plan, other)
+    if other is not None and less is not None:
         name = SCHEDULE_WORDS[other.schedule]
         name = f"plain {name}" if other.schedule is ScheduleKind.ONE_F_ONE_B else name
-        text += f"; {name} of the same stages would idle {100 * (less or 0.0):.1f} %"
+        text += f"; under {name} of the same stages {100 * less:.1f} % of a longer one"
     yield text
 
 
-def idle_share(plan: Plan) -> float | None:
-    """Share of all ranks' time that is no forward or backward; None where nothing is predicted.
+def waiting_share(plan: Plan) -> float | None:
+    """Share of a step that a pipeline rank waits, their mean; None where nothing is predicted.
 
-    The time is that from the first forward to the last backward: what is done once per step, the
-    optimizer included, is left out.
+    What a rank is busy with is what the table of shares has: forwards and backwards with their
+    collectives, what is done once per step, the optimizer. The rest is waiting.
     """
-    size = plan.mesh.num_stages * plan.num_microbatches
-    if size > MOST_COMPUTES or any(stage.time.forward_s <= 0 for stage in plan.stages):
+    step_s = _step_s(plan)
+    return None if step_s is None else _share_of(plan, step_s)
+
+
+def _share_of(plan: Plan, step_s: float) -> float:
+    mesh, count = plan.mesh, plan.num_microbatches
+    total_s = 0.0
+    for rank in range(mesh.pp):
+        times = [plan.stages[s].time for s in mesh.stages_of(rank)]
+        total_s += max(0.0, step_s - busy_terms(times, count).total_s)
+    return total_s / (mesh.pp * step_s)
+
+
+def _step_s(plan: Plan) -> float | None:
+    """Seconds of the step: predicted, else simulated from the figures of stages."""
+    if any(stage.time.forward_s <= 0 for stage in plan.stages):
         return None
-    alone = tuple(
-        replace(s, time=replace(s.time, reduce_s=0.0, unshard_s=0.0, optimizer_s=0.0))
-        for s in plan.stages
-    )
-    return simulate_plan(replace(plan, stages=alone)).bubble_fraction
+    return plan.time_s if plan.time_s > 0 else _simulated_s(plan)
+
+
+def _simulated_s(plan: Plan) -> float | None:
+    """Seconds of the order, as far as stages tell; None if it is too long to simulate here."""
+    if plan.mesh.num_stages * plan.num_microbatches > MOST_COMPUTES:
+        return None
+    return simulate_plan(plan).makespan_s
+
+
+def _plain_share(plan: Plan, other: Plan) -> float | None:
+    """What the same stages would wait in another order, whose step is longer by the difference."""
+    step_s, own_s, other_s = _step_s(plan), _simulated_s(plan), _simulated_s(other)
+    if step_s is None or own_s is None or other_s is None:
+        return None
+    return _share_of(other, step_s + other_s - own_s)
 
 
 def plain_plan(plan: Plan) -> Plan | None:

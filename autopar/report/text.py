@@ -15,6 +15,7 @@ from typing import TextIO
 from autopar.ir.graph import Graph
 from autopar.plan.explain import explain_plan
 from autopar.plan.level_words import stages_in_words
+from autopar.plan.time_terms import HOST_NOTE
 from autopar.plan.types import DP_AXIS, MB_AXIS, TP_AXIS, MeshShape, Plan
 from autopar.report.facts import ZERO_WORDS, Facts, facts_of, split_counts
 from autopar.report.fold import fold_ranks
@@ -240,12 +241,18 @@ def _time(plan: Plan, width: int) -> Lines:
     shares = shares_table(plan, width)
     if shares:
         title = f"Where the {format_time(plan.time_s)} of a step go:"
-        note = "Per step: gradients reduced, parameters gathered, losses summed. "
+        note = "Per step: gradients reduced, parameters gathered, losses summed. Waiting: the rest"
         if plan.mesh.pp > 1:
-            note += "Waiting: for other stages (bubbles) and for messages that nothing hides."
+            note += ", for other stages (bubbles), for messages that nothing hides"
         lines += ["", title, *shares]
-        lines += paragraph(note.rstrip(), width)
+        lines += paragraph(f"{note}{_host_words(plan)}.", width)
     return lines
+
+
+def _host_words(plan: Plan) -> str:
+    """What is waited for on a machine whose host was measured."""
+    is_told = any(HOST_NOTE in text for text in plan.assumptions)
+    return ", for shared cores and slower ranks" if is_told else ""
 
 
 def _collectives(plan: Plan, width: int) -> Lines:

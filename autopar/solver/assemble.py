@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from autopar.plan.decisions import splits_text
+from autopar.plan.time_terms import HOST_NOTE
 from autopar.plan.types import AppliedConstraint, Candidate, Plan, StagePlan, TimeTerms
 from autopar.sharding.decisions import Decisions
 from autopar.solver.analysis import Analysis
@@ -102,7 +103,7 @@ def assemble_plan(analysis: Analysis, winner: Outcome, field: Field, *, model_ha
     if winner.figures.host_s > 0:
         assumptions.append(
             f"{format_time(winner.figures.host_s)} of a step lie outside of its programs, as "
-            "measured: calls, ranks that share cores, waiting for slower ones; told as waiting"
+            f"measured: calls, ranks that share cores, waiting for slower ones; {HOST_NOTE}"
         )
     if used < total:
         why = _idle_words(analysis, is_cut_short=bool(field.stopped_by))

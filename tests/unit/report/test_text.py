@@ -27,8 +27,8 @@ What binds
   - memory of stage 0 (ranks 0-3): 3.00 GiB of 80.00 GiB (3.8 %) at the peak, far from the limit;
     most of it activations 2.00 GiB, optimizer state 512.00 MiB, parameters 256.00 MiB; operators
     are recomputed in 1 of 2 stages
-  - time of stage 0 (ranks 0-3): busy for 70.0 % of the step, computing for 42.0 %; all other
-    pipeline ranks wait for it (30.0 % bubbles)
+  - time of stage 0 (ranks 0-3): busy for 70.0 % of the step, computing for 42.0 %; it waits for
+    30.0 %, other pipeline ranks for as much or more
   - collectives over tp: 333 us of a step (1.7 %)
   - messages between stages: 80 us of a step (0.4 %)
 
@@ -55,8 +55,8 @@ Time by stage: one micro-batch, and once per step
   ─────────────────────────────────────────────────────────
     0-3   42.0 %       18.0 %     5.0 %      5.0 %   30.0 %
     4-7   42.0 %       18.0 %     5.0 %      5.0 %   30.0 %
-  Per step: gradients reduced, parameters gathered, losses summed. Waiting: for other stages
-  (bubbles) and for messages that nothing hides.
+  Per step: gradients reduced, parameters gathered, losses summed. Waiting: the rest, for other
+  stages (bubbles), for messages that nothing hides.
 
 Collectives of one device in one step
   axis  when     collective  calls   payload    time  what for
@@ -76,7 +76,7 @@ Splits
 
 Schedule (a backward drawn twice as long as a forward)
   1F1B: one forward and one backward in turn
-  idle: 20.2 % of the ranks' time, waiting for other stages and messages
+  waiting: 30.0 % of a step, the mean of the pipeline ranks
   rank 0  F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
   rank 1  .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. ..
 
