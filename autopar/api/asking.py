@@ -49,8 +49,8 @@ def questions_of(  # noqa: PLR0913
     """
     if devices is None and any(text.startswith(_FROM_FILE) for text in plan.assumptions):
         raise ConfigError(
-            f"the plan is for a cluster that came from a file ({plan.cluster}); name the file: "
-            "--devices FILE, or devices="
+            f"the plan is for a cluster that came from a file ({plan.cluster}); name the "
+            "file: devices='FILE'"
         )
     prices_file = file_of("profile", profile)
     cluster = cluster_for(devices or plan.cluster, plan, None, cost_per_hour, prices_file)

@@ -17,12 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from autopar.cli.commands import interruption_words
+from autopar.cli.flags import as_flags, in_flags
 from autopar.cli.models import load_model
 from autopar.cli.output import error_record, exit_code, plan_summary, progress_shown
 from autopar.cli.parser import build_parser
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ConfigError, InfeasibleError
 
 __all__ = ["load_model", "main", "plan_summary"]
+_OF_OPTIONS = (ConfigError, InfeasibleError)
+"""Errors about what was asked for; others may quote the user's own lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         if args.debug:
             raise
+        flags: frozenset[str] = args.flags if isinstance(error, _OF_OPTIONS) else frozenset()
         if args.json:
-            print(json.dumps(error_record(error), indent=1))
-        print(f"autopar: {error}", file=sys.stderr)
+            print(json.dumps(in_flags(error_record(error), flags), indent=1))
+        print(f"autopar: {as_flags(str(error), flags)}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         print(f"autopar: interrupted{interruption_words(args)}", file=sys.stderr)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cli.decisions import amount, costs, decisions
+from autopar.cli.flags import as_flags
 from autopar.cli.models import load_model
 from autopar.cli.output import check_folder, plan_summary, show_answer
 from autopar.errors import ConfigError
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from autopar.api.questions import Questions
     from autopar.plan.types import Plan
     from autopar.solver.replan import Replan
+
+
+_DEVICES = re.compile(r"\bdevices(?==| out)|^devices(?=:)")
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -50,7 +55,10 @@ def replan(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan, accept_edits=args.accept_edits)
     check_folder("--output", args.output)
     slower = dict(_slower(text) for text in args.slower or ())
-    asked = _questions(args, args.model, plan, devices=args.before)
+    try:
+        asked = _questions(args, args.model, plan, devices=args.before)
+    except ConfigError as error:  # what is wrong with the old cluster: devices= are the new one
+        raise type(error)(_DEVICES.sub("before", str(error))) from error
     speed = args.checkpoint_speed
     answer = asked.replan(
         args.devices,
@@ -64,7 +72,7 @@ def replan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(replan_record(answer), indent=1))
     else:
-        print(render_lines(str(answer), width=args.width))
+        print(render_lines(as_flags(str(answer), args.flags), width=args.width))
         print_answer(answer.diff.sections(), width=args.width)
     return 0
 
@@ -72,9 +80,12 @@ def replan(args: argparse.Namespace) -> int:
 def _slower(text: str) -> tuple[int, float]:
     machine, _, factor = text.partition("=")
     try:
-        return int(machine), float(factor)
+        number, speed = int(machine), float(factor)
     except ValueError:
         raise ConfigError(f"--slower {text!r}: write MACHINE=FACTOR, such as 3=0.5") from None
+    if not (isfinite(speed) and speed > 0):
+        raise ConfigError(f"--slower {text!r}: give a factor above 0; --lost takes what is gone")
+    return number, speed
 
 
 def replan_record(answer: Replan) -> dict[str, Json]:

@@ -7,10 +7,11 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from autopar.cli.flags import as_flags
 from autopar.errors import AutoparError, ConfigError, ConstraintError, InfeasibleError
 from autopar.plan.answers import Sections
 from autopar.plan.io import Json, json_record, plan_hash
@@ -64,7 +65,15 @@ def show_answer(answer: Answer, args: argparse.Namespace, **others: Json) -> Non
     if args.json:
         print(json.dumps({**json_record(answer), **others}, indent=1))
     else:
-        print_answer(answer.sections(), width=args.width)
+        print_answer(sections_in_flags(answer.sections(), args.flags), width=args.width)
+
+
+def sections_in_flags(sections: Sections, flags: Collection[str]) -> Sections:
+    """Sentences with the flags of a command; titles stay, which name what was asked."""
+    return tuple(
+        (title, tuple(as_flags(sentence, flags) for sentence in sentences))
+        for title, sentences in sections
+    )
 
 
 def check_folder(option: str, path: str | None) -> None:

@@ -32,6 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     _profile(found)
     _verify(found)
     _run(found)
+    for command in found.choices.values():  # for texts that name them
+        command.set_defaults(flags=frozenset(command._option_string_actions))
     return parser
 
 
@@ -281,7 +283,7 @@ def _run(found: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="3")
-    parser.add_argument("--lr", type=float, default=1e-4, metavar="RATE", help="learning rate")
+    parser.add_argument("--lr", type=_rate, default=1e-4, metavar="RATE", help="learning rate")
     parser.set_defaults(run=running.run)
 
 
@@ -300,6 +302,16 @@ def _seconds(text: str) -> float:
     if not (isfinite(seconds) and seconds > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds above 0, such as 30")
     return seconds
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not (isfinite(rate) and rate >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no learning rate; give one of at least 0")
+    return rate
 
 
 def _positive(text: str) -> int:

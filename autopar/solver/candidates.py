@@ -96,9 +96,9 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                 for virtual, placement in _placements(wish):
                     mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
                     is_open = wish.virtual is None
-                    is_vain = pp == 1 or mesh.num_stages > blocks or not analysis.is_interleavable
-                    if is_open and virtual > 1 and is_vain:
-                        continue
+                    is_vain = mesh.num_stages > blocks or not analysis.is_interleavable
+                    if virtual > 1 and (pp == 1 or (is_open and is_vain)):
+                        continue  # on one rank they would be one stage
                     if wish.boundaries and mesh.num_stages != len(wish.boundaries) + 1:
                         continue
                     if isinstance(wish.zero, tuple) and mesh.num_stages != len(wish.zero):
@@ -273,7 +273,9 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
                 f"constraint zero={zero_words(wish.zero)}: ZeRO splits over 2 data ranks or more, "
                 f"and {error}; or leave zero out"
             )
-    least = f"{(wish.pp or 1) * (wish.virtual or 1)} stages or more"
+    least = f"{wish.pp or 1} stages or more"
+    if (wish.virtual or 1) > 1:
+        least = f"virtual={wish.virtual} on 2 pipeline ranks or more"
     if isinstance(wish.zero, tuple):
         least = f"zero={zero_words(wish.zero)} for {len(wish.zero)} stages"
     return ConstraintError(

@@ -167,6 +167,11 @@ class Constraints:
                 "constraints schedule='zbv' and pp=1: its V goes down and up a pipeline of 2 ranks "
                 "or more; raise pp, or leave schedule out"
             )
+        if virtual > 1 and self.pp == 1:
+            raise ConstraintError(
+                f"constraints virtual={self.virtual} and pp=1: stages of one rank that follow each "
+                "other are one stage; raise pp, or leave virtual out"
+            )
         if self.warmup is None:
             return
         if virtual > 1:

@@ -161,7 +161,7 @@ def change_of(
         if number in lost:
             raise ConfigError(f"replan: machine {number} is both in lost= and in slower=")
         changed = changed.with_speed(number, factor)
-    if len(set(lost)) == len(before.machines):
+    if set(lost) == set(range(len(before.machines))):
         raise ConfigError(f"replan: all {len(before.machines)} machines of {before} are lost")
     ranks: dict[int, int] = {}
     old = new = 0

@@ -176,7 +176,7 @@ def test_plan_takes_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plan["stages"][0]["zero_level"] == 1
     assert {c["name"] for c in plan["constraints"] if c["origin"] == "user"} == {"dp", "zero"}
     assert main([*words[:-2], "1,2"]) == 1
-    assert "zero=[1, 2] for 2 stages on 4 devices" in capsys.readouterr().err
+    assert "--zero 1,2 for 2 stages on 4 devices" in capsys.readouterr().err
     assert main([*words[:-2], "one"]) == 2
     assert "--zero 'one': write whole numbers" in capsys.readouterr().err
     assert main([*words, "--offload", "optimizer"]) == 0

@@ -123,7 +123,7 @@ def test_infeasible_and_contradictory_are_refusals(small, capsys):
     assert error["relaxations"]
     assert set(error["relaxations"][0]) == {"what", "time_s", "plan", "peak_bytes"}
     assert main(["plan", small[0], "--devices", "2:h100-sxm", "--tp", "2", "--pp", "2"]) == 1
-    assert "constraints tp=2 and pp=2 contradict each other" in capsys.readouterr().err
+    assert "constraints --tp 2 and --pp 2 contradict each other" in capsys.readouterr().err
 
 
 def test_diff_of_two_files(example_plan, tmp_path, capsys):
@@ -163,7 +163,7 @@ def test_replan_tells_what_travels(small, capsys, tmp_path):
     assert "to move: " in printed
     assert max(map(len, printed.splitlines())) <= 60
     assert main([*words[:3]]) == 2
-    assert "replan: name the new devices=" in capsys.readouterr().err
+    assert "replan: name the new --devices" in capsys.readouterr().err
     assert main([*words[:3], "--slower", "half"]) == 2
     assert "write MACHINE=FACTOR" in capsys.readouterr().err
 
@@ -172,7 +172,7 @@ def test_cost_is_asked_for_in_the_shell(small, capsys, tmp_path):
     out = tmp_path / "cheap.json"
     words = ["plan", small[0], "--devices", "2:h100-sxm", "--objective", "cost", "-o", str(out)]
     assert main(words) == 2
-    assert "give cost_per_hour={'h100-sxm': ...}" in capsys.readouterr().err
+    assert "give --cost-per-hour h100-sxm=..." in capsys.readouterr().err
     assert main([*words, "--cost-per-hour", "h100-sxm=dear"]) == 2
     assert "write DEVICE=PRICE, such as h100-sxm=2.5" in capsys.readouterr().err
     assert main([*words, "--cost-per-hour", "h100-sxm=3", "--json"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.plan.time_terms import HOST_NOTE, plan_terms
 from autopar.plan.types import MeshShape, Plan, ScheduleKind, StagePlacement, StagePlan, TimeParts
-from autopar.report.schedule import waiting_share, schedule_title, schedule_words
+from autopar.report.schedule import schedule_title, schedule_words, waiting_share
 from autopar.report.text import render_plan
 from cost_models.pipeline import (
     bubble_fraction,

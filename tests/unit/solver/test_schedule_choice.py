@@ -207,11 +207,19 @@ def test_memory_forbids_split_backwards(open_plan):
     assert free.time_s < tight.time_s <= plain.time_s * (1 + 1e-6)
 
 
+def test_several_stages_per_rank_are_planned_on_two_ranks_or_more():
+    plan, _ = plan_for(residual_network(4, rows=8), "4:h100-sxm", virtual=2)
+    assert plan.mesh.pp >= 2
+    with pytest.raises(ConstraintError, match="virtual=2 on 2 pipeline ranks or more on 1 devices"):
+        plan_for(residual_network(4), "1:h100-sxm", virtual=2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"schedule": ZBV, "virtual": 4}, "schedule='zbv' and virtual=4: it has 2 stages per"),
         ({"schedule": ZBV, "pp": 1}, "schedule='zbv' and pp=1: its V goes down and up"),
+        ({"virtual": 2, "pp": 1}, "virtual=2 and pp=1: stages .* are one stage; raise pp"),
         ({"schedule": H1, "virtual": 2}, "it has one stage per pipeline rank; use schedule='zbv'"),
         ({"warmup": (3, 1), "pp": 3}, r"warmup=\(3, 1\) and pp=3: 2 depths for 3 pipeline ranks"),
         ({"warmup": (3, 1), "virtual": 2}, "depths are for 1F1B with one stage per pipeline rank"),
