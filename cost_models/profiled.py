@@ -40,6 +40,8 @@ from cost_models.flops import VIEW_OPS, OpClass, Work, work_of
 from cost_models.profile import COLLECTIVES, Point, PointKind, Profile, burst_name, op_key
 
 K = PointKind
+PROFILED = "profile of "
+"""What the source of measured prices begins with."""
 _FREE_OPS = frozenset({"getitem"})
 _LANES = ("comm", "compute", "both")
 # Kind, name and dtype of the points that even a profile which ran out of time has enough of.
@@ -286,7 +288,7 @@ class ProfiledCostModel:
         if self.fits.left_out:
             rest += f", {len(self.fits.left_out)} curves with too few points left out"
         return (
-            f"profile of {profile.machine} on {profile.date}, torch "
+            f"{PROFILED}{profile.machine} on {profile.date}, torch "
             f"{profile.versions.get('torch', 'unknown')}: {len(profile.points)} points, "
             f"{len(self._ops)} operators with their shapes; {rest}"
         )

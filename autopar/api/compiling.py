@@ -29,7 +29,7 @@ from autopar.api.environment import (
     find_place,
     is_launched,
     job_watch,
-    launch_command,
+    launch_of,
     local_machine,
     world_size,
 )
@@ -533,6 +533,6 @@ def _launch_lazily(
     refuse_pipelines(state.plan)
     raise ConfigError(
         f"{type(model).__name__} is planned for {state.plan.num_devices} devices and does not run "
-        f"in a single process; start the script by\n  {launch_command(order.cluster)}\n"
+        f"in a single process; start the script by\n  {launch_of(order.cluster)}\n"
         "or compile it with devices=1 to run it here"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -66,23 +67,47 @@ def find_place(cluster: Cluster, model: torch.nn.Module) -> Place:
     )
 
 
-def launch_command(cluster: Cluster, *, script: str = "") -> str:
-    """How to start a script on the planned devices: this one, if none is named."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start ranks.
+
+    Attributes:
+        command: For a shell; for several machines with words in capitals to be filled in.
+        note: What else is to know; "" where the command runs as it stands.
+    """
+
+    command: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Both in one line."""
+        return f"{self.command}  ({self.note})" if self.note else self.command
+
+
+def launch_of(cluster: Cluster | None, *, script: str = "") -> Launch:
+    """How to start a script on the planned devices.
+
+    Args:
+        cluster: The devices; None if only a file that is not named knows them.
+        script: Words after the launcher's; left out, those of this process.
+    """
     script = script or (sys.argv[0] if sys.argv and sys.argv[0] else "train.py")
-    per_machine = {m.num_devices for m in cluster.machines}
-    count = len(cluster.machines)
-    if count == 1:
-        return f"torchrun --nproc-per-node {cluster.machines[0].num_devices} {script}"
-    if len(per_machine) > 1:
-        counts = ", ".join(str(m.num_devices) for m in cluster.machines)
-        return (
-            f"torchrun --nnodes {count} --nproc-per-node N --rdzv-backend c10d "
-            f"--rdzv-endpoint HOST:29500 {script}  (on every machine, N = {counts})"
-        )
-    return (
-        f"torchrun --nnodes {count} --nproc-per-node {per_machine.pop()} --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:29500 {script}  (on every machine)"
+    machines = () if cluster is None else cluster.machines
+    per_machine = {m.num_devices for m in machines}
+    if len(machines) == 1:
+        return Launch(f"torchrun --nproc-per-node {machines[0].num_devices} {script}")
+    count = str(len(machines) or "MACHINES")
+    size = str(machines[0].num_devices) if len(per_machine) == 1 else "N"
+    command = (
+        f"torchrun --nnodes {count} --nproc-per-node {size} --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:29500 {script}"
     )
+    note = "on every machine"
+    if not machines:
+        note += ", N: its devices"
+    elif len(per_machine) > 1:
+        note += f", N = {', '.join(str(m.num_devices) for m in machines)}"
+    return Launch(command, f"{note}; HOST: the address of one of them")
 
 
 def local_machine(profile: Path | None = None) -> Cluster:

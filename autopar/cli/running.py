@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -16,7 +17,9 @@ from autopar.cli.output import REFUSED
 from autopar.errors import ConfigError
 from autopar.interruption import ends_at_once
 from autopar.plan.io import load_plan
+from autopar.report.answers import render_lines
 from autopar.units import format_time
+from cost_models.profiled import PROFILED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,19 +64,23 @@ def _own_words(args: argparse.Namespace) -> list[str]:
 
 def _tell(args: argparse.Namespace, plan: Plan, reason: str) -> int:
     """Say how to start the ranks elsewhere."""
-    from autopar.api.environment import launch_command
-    from autopar.cluster import parse_devices
+    from autopar.api.environment import launch_of
+    from autopar.cluster import Cluster, parse_devices
 
-    command = shlex.join(["-m", "autopar", *_own_words(args)])
-    try:
-        text = launch_command(parse_devices(plan.cluster), script=command)
-    except ConfigError:  # devices of a cluster file: how many a machine has is not in the plan
-        text = f"torchrun --nnodes MACHINES --nproc-per-node DEVICES {command}"
+    script = shlex.join(["-m", "autopar", *_own_words(args)])
+    cluster: Cluster | None = None
+    with contextlib.suppress(ConfigError):  # of a file: how many a machine has is not in the plan
+        cluster = parse_devices(plan.cluster)
+    launch = launch_of(cluster, script=script)
     message = f"the plan is for {plan.num_devices} devices ({plan.cluster}), {reason}"
     if args.json:
-        print(json.dumps({"launched": False, "reason": message, "command": text}, indent=1))
+        told = {"launched": False, "reason": message, "command": launch.command}
+        print(json.dumps({**told, "note": launch.note}, indent=1))
     else:
-        print(f"{message}; start its ranks with\n  {text}")
+        print(render_lines(f"{message}; start its ranks with"), end="")
+        print(f"  {launch.command}")  # in one piece, for a shell
+        if launch.note:
+            print(render_lines(launch.note), end="")
     return REFUSED
 
 
@@ -106,10 +113,16 @@ def _train(args: argparse.Namespace, plan: Plan) -> int:
     if is_first:
         if args.json:
             told = {"launched": True, "predicted_s": plan.time_s, "steps": rows}
-            print(json.dumps(told, indent=1))
+            print(json.dumps({**told, "prices": plan.provenance.get("prices", "")}, indent=1))
         else:
-            print(f"predicted: {format_time(plan.time_s)} per step")
+            print(f"predicted: {format_time(plan.time_s)} per step{_prices_note(plan)}")
     return 0
+
+
+def _prices_note(plan: Plan) -> str:
+    """What to know of a prediction whose prices were not measured; "" of others."""
+    is_measured = plan.provenance.get("prices", "").startswith(PROFILED)
+    return "" if is_measured else ", unprofiled (see autopar profile)"
 
 
 def _on(value: object, device: torch.device) -> object:

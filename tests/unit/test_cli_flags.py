@@ -92,7 +92,17 @@ def test_flags_that_are_told_are_read_back_as_the_same_decisions():
 def test_the_readme_has_every_flag_with_its_commands():
     readme = (Path(autopar.__file__).parent / "cli" / "README.md").read_text()
     documented: dict[str, set[str]] = {}
-    commands = {"plan", "report", "explain", "why-not", "diff", "replan", "verify", "run", "profile"}
+    commands = {
+        "plan",
+        "report",
+        "explain",
+        "why-not",
+        "diff",
+        "replan",
+        "verify",
+        "run",
+        "profile",
+    }
     for flags, given in re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", readme, re.MULTILINE):
         named = commands if given == "all" else set(given.split(", "))
         assert named <= commands

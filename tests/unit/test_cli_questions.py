@@ -12,6 +12,7 @@ import pytest
 from autopar.cli import main
 from autopar.plan.io import load_plan, save_plan
 from autopar.plan.types import AppliedConstraint, MeshShape
+from autopar.units import format_time
 
 MODEL = """
 import torch
@@ -203,8 +204,47 @@ def test_run_says_how_to_launch_what_this_machine_does_not_have(small, capsys, t
     assert main(["run", small[0], str(tmp_path / "far.json"), "--json"]) == 1
     told = spoken(capsys)
     assert told["launched"] is False
-    assert told["command"].startswith("torchrun --nnodes 2 --nproc-per-node 1 ")
-    assert "-m autopar run" in told["command"]
+    words = [small[0], str(tmp_path / "far.json")]
+    script = f"-m autopar run {words[0]} {words[1]} --steps 3 --lr 0.0001 --json"
+    assert told["command"] == (
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        f"{script}"
+    )
+    assert told["note"] == "on every machine; HOST: the address of one of them"
+    assert main(["run", *words]) == 1
+    assert f"  {told['command'].removesuffix(' --json')}\n" in capsys.readouterr().out
+
+
+def test_run_gives_a_command_for_one_machine_that_runs_as_it_stands(small, capsys, tmp_path):
+    model, path = small
+    assert main(["run", model, str(path), "--json"]) == 1
+    told = spoken(capsys)
+    script = f"-m autopar run {model} {path} --steps 3 --lr 0.0001 --json"
+    assert told["command"] == f"torchrun --nproc-per-node 2 {script}"
+    assert told["note"] == ""
+    named = replace(load_plan(path), cluster="2:lab-gpu")  # of a file
+    save_plan(named, tmp_path / "lab.json")
+    assert main(["run", model, str(tmp_path / "lab.json"), "--json"]) == 1
+    told = spoken(capsys)
+    assert told["command"].startswith("torchrun --nnodes MACHINES --nproc-per-node N ")
+    assert told["note"] == "on every machine, N: its devices; HOST: the address of one of them"
+    unequal = replace(named, cluster="1x1:h100-sxm + 1x2:h100-sxm", num_devices=3)
+    save_plan(unequal, tmp_path / "unequal.json")
+    assert main(["run", model, str(tmp_path / "unequal.json"), "--json"]) == 1
+    assert spoken(capsys)["note"].startswith("on every machine, N = 1, 2; HOST: ")
+
+
+def test_run_tells_whether_its_prediction_was_measured(small, capsys, tmp_path):
+    plan = tmp_path / "one.json"
+    assert main(["plan", small[0], "--devices", "1:cpu", "-o", str(plan), "--json"]) == 0
+    for prices, note in (("roofline", ", unprofiled (see autopar profile)"), ("profile of x", "")):
+        save_plan(replace(load_plan(plan), provenance={"prices": prices}), plan)
+        capsys.readouterr()
+        assert main(["run", small[0], str(plan), "--steps", "1"]) == 0
+        predicted = capsys.readouterr().out.splitlines()[-1]
+        assert predicted == f"predicted: {format_time(load_plan(plan).time_s)} per step{note}"
+        assert main(["run", small[0], str(plan), "--steps", "1", "--json"]) == 0
+        assert spoken(capsys)["prices"] == prices
 
 
 def test_why_not_another_precision(small, capsys):
