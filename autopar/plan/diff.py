@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autopar.plan.answers import Sections, sections_text
 from autopar.plan.explain import fullest_rank, plan_name, rank_words
 from autopar.plan.level_words import level_words
+from autopar.plan.pipelines import share_unit
 from autopar.plan.time_terms import TERM_WORDS, plan_terms, term_changes
 from autopar.plan.types import Plan, StagePlan
 from autopar.units import format_bytes, format_time
@@ -103,6 +104,11 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     notes = []
     if before.model_hash != after.model_hash:
         notes.append("the plans are of different models (or batches): operators are not compared")
+    if bool(before.pipelines) != bool(after.pipelines):
+        notes.append(
+            "one plan is a mesh, the other unequal pipelines: splits, memory by part and "
+            "time by term are kept differently and not compared"
+        )
     old, new = plan_terms(before), plan_terms(after)
     terms = {} if old is None or new is None else term_changes(old, new)
     return PlanDiff(
@@ -172,7 +178,10 @@ def _shape_words(plan: Plan) -> str:
 
 def _pipelines(before: Plan, after: Plan) -> list[Change]:
     """Pipeline by pipeline, in the order in which plans list them."""
-    old, new = (list(map(str, plan.pipelines)) for plan in (before, after))
+    old, new = (
+        [pipeline.words(share_unit(plan.assumptions)) for pipeline in plan.pipelines]
+        for plan in (before, after)
+    )
     most = max(len(old), len(new))
     padded = [row + ["none"] * (most - len(row)) for row in (old, new)]
     return _changes((f"pipeline {i}", *pair) for i, pair in enumerate(zip(*padded, strict=True)))
@@ -223,8 +232,28 @@ def _on_host(stage: StagePlan) -> str:
     return f"{format_bytes(stage.offload_bytes)} of saved values per micro-batch"
 
 
+def _pipeline_splits(before: Plan, after: Plan) -> list[Change]:
+    """Operators whose splits over ``tp`` in the stages that have them, as a set, are others."""
+    old, new = map(_texts_of_pipelines, (before, after))
+    differ = sum(old.get(name) != new.get(name) for name in {*old, *new})
+    what = f"operators and inputs over tp ({differ:,} differ)"
+    counts = [f"{len(texts):,} split" for texts in (old, new)]
+    return [Change(what=what, before=counts[0], after=counts[1])] if differ else []
+
+
+def _texts_of_pipelines(plan: Plan) -> dict[str, set[str]]:
+    """Operator -> how it is split in any pipeline; what is replicated in all is left out."""
+    found: dict[str, set[str]] = {}
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        for name, text in stage.splits.items():
+            found.setdefault(name, set()).add(text)
+    return found
+
+
 def _splits(before: Plan, after: Plan) -> list[Change]:
     """Parameters by pattern: numbers in their names stand for all layers that change alike."""
+    if before.pipelines or after.pipelines:
+        return _pipeline_splits(before, after)
     names = dict.fromkeys([*before.param_words, *after.param_words])
     groups: dict[tuple[str, str, str], int] = {}
     for name in names:

@@ -14,6 +14,7 @@ from autopar.errors import ConfigError
 from autopar.plan.answers import Binding, Loss, ParamExplanation, PlanExplanation
 from autopar.plan.explain_pipelines import far_words, pipeline_binding
 from autopar.plan.level_words import level_words
+from autopar.plan.pipelines import share_unit
 from autopar.plan.time_terms import busiest_rank, plan_terms, term_changes
 from autopar.plan.types import Candidate, MemoryParts, MeshShape, Plan, TimeTerms
 from autopar.units import format_bytes, format_time
@@ -143,7 +144,8 @@ def candidate_name(
 def plan_name(plan: Plan) -> str:
     """The plan in a few words, as runners-up are named."""
     if plan.pipelines:
-        shapes = "; ".join(map(str, plan.pipelines))
+        unit = share_unit(plan.assumptions)
+        shapes = "; ".join(pipeline.words(unit) for pipeline in plan.pipelines)
         count = len(plan.pipelines)
         return f"{count} pipeline{'s' * (count != 1)}, {plan.schedule.value}: {shapes}"
     levels = [stage.zero_level for stage in plan.stages]

@@ -8,8 +8,17 @@ are not needed to read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+SAMPLES, POSITIONS = "samples", "positions"
+SHARED_DIM = "pipelines share positions of "
+"""How a plan says which dim stands for a batch of one sample."""
+
+
+def share_unit(assumptions: Iterable[str]) -> str:
+    """What the shares of pipelines are counted in: samples, or positions of another dim."""
+    return POSITIONS if any(text.startswith(SHARED_DIM) for text in assumptions) else SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +102,15 @@ class PipelinePlan:
         """Its share of the batch."""
         return self.num_microbatches * self.microbatch_samples
 
+    def words(self, unit: str) -> str:
+        """One line.
+
+        Args:
+            unit: What is counted, of :func:`share_unit`.
+        """
+        stages = " -> ".join(map(str, self.stages))
+        return f"{self.num_microbatches} x {self.microbatch_samples} {unit}: {stages}"
+
     def __str__(self) -> str:
         """One line."""
-        stages = " -> ".join(map(str, self.stages))
-        return f"{self.num_microbatches} x {self.microbatch_samples} samples: {stages}"
+        return self.words(SAMPLES)

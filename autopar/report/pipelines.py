@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autopar.plan.explain import explain_plan
+from autopar.plan.pipelines import share_unit
 from autopar.plan.types import Plan
 from autopar.report.fold import fold_ranks, fold_scopes
 from autopar.report.layout import Lines, bullets, names, numbers, pairs, paragraph, table, words
@@ -99,8 +100,8 @@ def _header(plan: Plan, width: int) -> Lines:
 
 def _pipelines(plan: Plan, width: int) -> Lines:
     columns = [
-        *names("pipeline"), *numbers("devices", "stages", "micro-batches", "of samples",
-        "share", "time"),
+        *names("pipeline"), *numbers("devices", "stages", "micro-batches",
+        f"of {share_unit(plan.assumptions)}", "share", "time"),
     ]  # fmt: skip
     total = sum(p.samples for p in plan.pipelines)
     rows = [

@@ -44,7 +44,7 @@ MOST_COMPUTES = 50_000
 def schedule_title(plan: Plan) -> str:
     """Title of the section."""
     if plan.schedule.splits_backward:
-        return "Schedule (forwards and both halves of a backward drawn alike)"
+        return "Schedule (forwards and halves of backwards drawn alike)"
     return "Schedule (a backward drawn twice as long as a forward)"
 
 

@@ -59,7 +59,7 @@ def render_plan(plan: Plan, *, width: int | None = None, graph: Graph | None = N
     else:
         sections = _sections(plan, facts_of(plan, graph), columns - INDENT)
     for title, body in sections:
-        lines += [*([""] if lines else []), title, *indented(body, INDENT)]
+        lines += [*([""] if lines else []), *paragraph(title, columns), *indented(body, INDENT)]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from time import monotonic
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, Shortfall
 from autopar.plan.decisions import choice_text
-from autopar.plan.pipelines import PipelinePlan, PipelineStage
+from autopar.plan.pipelines import POSITIONS, SAMPLES, SHARED_DIM, PipelinePlan, PipelineStage
 from autopar.plan.types import Candidate, MeshShape, Plan, ScheduleKind
 from autopar.solver.constraints import Constraints, applied_constraints
 from autopar.solver.mixed_build import Built, MixedBuilder
@@ -305,12 +305,13 @@ def option_words(names: Sequence[str]) -> str:
 def pipelines_words(problem: MixedProblem, pipelines: Sequence[PipelineChoice]) -> str:
     """A choice in one line, such as ``12 x 4 samples: 8 h100-sxm | 8 x 2 samples: 4 l4 > 4 l4``."""
     texts = []
+    unit = POSITIONS if problem.stand_in else SAMPLES
     for pipeline in pipelines:
         kinds = [problem.kinds[stage.kind] for stage in pipeline.stages]
         stages = " > ".join(
             f"{k.num_devices} {problem.classes[k.device_class].name}" for k in kinds
         )
-        texts.append(f"{pipeline.num_microbatches} x {kinds[0].samples} samples: {stages}")
+        texts.append(f"{pipeline.num_microbatches} x {kinds[0].samples} {unit}: {stages}")
     return " | ".join(texts)
 
 
@@ -352,6 +353,8 @@ def _assumptions(built: Built, answer: MixedAnswer) -> tuple[str, ...]:
         "seconds and bytes of a stage are sums over its blocks, not of its programs",
         "a weight that several stages use is priced with the first of them",
     ]
+    if problem.stand_in:
+        texts.append(f"{SHARED_DIM}{problem.stand_in}")
     used = device_counts_of(problem, best.pipelines)
     for cls, count in zip(problem.classes, used, strict=True):
         idle = cls.num_devices - count

@@ -157,6 +157,7 @@ class MixedBuilder:
             gradient_bytes=gradient_bytes(analyses[0], homes),
             max_pipelines=min(MAX_PIPELINES, cluster.num_devices),
             max_stages=min(MAX_STAGES, len(chain.blocks)),
+            stand_in=analyses[0].batch_stand_in,
         )
         return Built(problem=problem, analyses=tuple(analyses), priced=priced, homes=homes)
 

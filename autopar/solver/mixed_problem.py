@@ -87,10 +87,11 @@ class MixedProblem:
         model: Prices of messages and reductions between any ranks.
         classes: The classes.
         kinds: Ways to run blocks; those of one pipeline have the same ``samples``.
-        batch: Samples of a step.
+        batch: Samples of a step, or positions of the dim that stands for a batch of one.
         gradient_bytes: Per block, gradients of its whole parameters.
         max_pipelines: Most pipelines side by side.
         max_stages: Most stages of a pipeline.
+        stand_in: The dim that stands for a batch of one sample, in words; "" if there are more.
     """
 
     cluster: Cluster
@@ -101,6 +102,7 @@ class MixedProblem:
     gradient_bytes: tuple[int, ...]
     max_pipelines: int = 8
     max_stages: int = 16
+    stand_in: str = ""
 
     @property
     def num_blocks(self) -> int:

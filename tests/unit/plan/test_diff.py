@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.plan.explain import plan_name
 from autopar.plan.io import plan_from_json, plan_to_json
+from autopar.plan.pipelines import SHARED_DIM, PipelinePlan, PipelineStage
 from autopar.plan.types import AppliedConstraint, MeshShape, ScheduleKind
+from autopar.report.text import render_plan
 from autopar.units import GIB
 
 
@@ -76,3 +79,55 @@ def test_memory_and_time_by_part(example_plan):
     assert rows(diff.time)["step (+20.00 %)"] == ("20 ms", "24 ms")
     assert diff.terms["compute_s"] > 0
     assert diff.time_s == (0.02, 0.024)
+
+
+def pipelined(plan, *texts: str, assumptions: tuple[str, ...] = ()):
+    """The plan with a pipeline for each text: how its only stage splits the operator ``mm``."""
+    pipelines = tuple(
+        PipelinePlan(
+            num_microbatches=2,
+            microbatch_samples=4,
+            stages=(
+                PipelineStage(
+                    device="l4", devices=(at,), dp=1, tp=1, layers=(0, 1), first="mm",
+                    splits={"mm": text} if text else {},
+                ),
+            ),
+        )
+        for at, text in enumerate(texts)
+    )  # fmt: skip
+    return replace(
+        plan, pipelines=pipelines, stages=(), splits={}, mesh=MeshShape(), assumptions=assumptions
+    )
+
+
+def test_a_mesh_and_unequal_pipelines_are_compared_in_what_both_keep(example_plan):
+    other = pipelined(example_plan, "S(0) R -> S(0) | m")
+    for diff in (example_plan.diff(other), other.diff(example_plan)):
+        assert diff.splits == ()
+        assert "splits, memory by part and time by term are kept differently" in diff.notes[0]
+        assert set(rows(diff.shape)) >= {"mesh"}
+        assert not diff.is_empty
+
+
+def test_splits_of_unequal_pipelines_are_compared_operator_by_operator(example_plan):
+    whole, rows_split = pipelined(example_plan, ""), pipelined(example_plan, "S(0) R -> S(0) | m")
+    assert whole.diff(whole).is_empty
+    assert rows(whole.diff(rows_split).splits) == {
+        "operators and inputs over tp (1 differ)": ("0 split", "1 split")
+    }
+    # the same operator in two pipelines counts once, and not at all if nothing changed
+    twice = pipelined(example_plan, "S(0) R -> S(0) | m", "S(0) R -> S(0) | m")
+    assert twice.diff(rows_split).splits == ()
+
+
+def test_pipelines_that_share_positions_do_not_count_samples(example_plan):
+    plan = pipelined(example_plan, "")
+    assert "2 x 4 samples: " in plan_name(plan)
+    note = SHARED_DIM + "dim 1 of 'ids', which stands for the batch of 1"
+    alone = pipelined(example_plan, "", assumptions=(note,))
+    assert "2 x 4 positions: " in plan_name(alone)
+    assert "2 x 4 positions: " in str(alone.diff(pipelined(example_plan, "", "")))
+    text = render_plan(alone, width=100)
+    assert "of positions" in text
+    assert "samples" not in text

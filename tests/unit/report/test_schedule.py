@@ -86,11 +86,21 @@ def test_split_backwards_are_explained_and_compared_with_plain_1f1b():
     # of 27 + 5 seconds and of 33 + 5 that are not the 24 of passes and 5 of the optimizer
     assert "waiting: 9.4 % of a step, the mean of the pipeline ranks" in words
     assert "under plain 1F1B of the same stages 23.7 % of a longer one" in words
-    assert "both halves" in schedule_title(plan)
+    assert "halves of backwards" in schedule_title(plan)
     text = render_plan(plan, width=80)
     assert "0I0" not in text
     assert "I0 W0" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("kind", [k for k in ScheduleKind if k is not ScheduleKind.FORWARD])
+def test_no_line_of_any_schedule_is_longer_than_the_width(kind, width):
+    mesh = V if kind is ScheduleKind.ZBV else MeshShape(pp=PP)
+    if kind is ScheduleKind.INTERLEAVED:
+        mesh = MeshShape(pp=PP, virtual=2)
+    text = render_plan(plan_of(kind, mesh, time_s=60.0), width=width)
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_v_is_compared_with_interleaved_stages_and_drawn_with_them():
