@@ -66,6 +66,15 @@ class AnalyticCostModel:
             other.constants,
         )
 
+    def at_work(self, num_ranks: int) -> AnalyticCostModel:
+        """The prices while only the first ``num_ranks`` ranks work; itself if they are the same."""
+        before, cluster = self.cluster, self.cluster.at_work(num_ranks)
+        pairs = zip(before.machines, cluster.machines, strict=True)
+        if all((a.device, a.intra) == (b.device, b.intra) for a, b in pairs):
+            return self
+        is_own = self.device not in before.devices  # prices of a device that was named
+        return AnalyticCostModel(cluster, self.device if is_own else None, self.constants)
+
     def links(self, ranks: Sequence[int]) -> tuple[GroupLinks, Link]:
         """The links of a group by level, and the one that bounds a ring over it."""
         key = tuple(ranks)

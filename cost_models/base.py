@@ -111,6 +111,15 @@ class HostCosts(Protocol):
         ...
 
 
+@runtime_checkable
+class SharedMachine(Protocol):
+    """What a cost model may know of ranks that take time from each other."""
+
+    def at_work(self, num_ranks: int) -> CostModel:
+        """The prices while only the first ``num_ranks`` ranks work; itself if they are the same."""
+        ...
+
+
 def axis_groups(mesh: MeshShape, axis: str) -> tuple[tuple[int, ...], ...]:
     """The groups of ranks along ``axis`` (``"dp"``, ``"tp"``, ``"pp"``), every group once.
 

@@ -240,7 +240,7 @@ class ProfiledCostModel:
     """Prices of the machine of a profile (a :class:`~cost_models.base.CostModel`).
 
     Attributes:
-        cluster: The ranks that are priced; those of a machine are busy at the same time.
+        cluster: The ranks that are priced; those of a machine that work are busy at the same time.
         fits: The curves.
     """
 
@@ -262,7 +262,7 @@ class ProfiledCostModel:
         self.fits = fit_profile(profile)
         self._profile = profile
         self._analytic = AnalyticCostModel(cluster)
-        self._ranks = max(m.num_devices for m in cluster.machines)
+        self._ranks = max(m.num_at_work for m in cluster.machines)
         self._is_burst = False
         self._executor_s = self._at_ranks(self.fits.executor_s, K.LAUNCH)
         self._ops: dict[str, dict[int, float]] = {}
@@ -292,6 +292,15 @@ class ProfiledCostModel:
             f"{profile.versions.get('torch', 'unknown')}: {len(profile.points)} points, "
             f"{len(self._ops)} operators with their shapes; {rest}"
         )
+
+    def at_work(self, num_ranks: int) -> ProfiledCostModel:
+        """The prices while only the first ``num_ranks`` ranks work; itself if they are the same."""
+        cluster = self.cluster.at_work(num_ranks)
+        if max(m.num_at_work for m in cluster.machines) == self._ranks:
+            return self
+        found = ProfiledCostModel(cluster, self._profile)
+        found._is_burst = self._is_burst
+        return found
 
     # ------------------------------------------------------------ operators
     def op_time_s(

@@ -160,6 +160,17 @@ class Device:
         """Bytes that a plan may fill."""
         return self.memory_bytes - self.reserved_bytes
 
+    def with_share(self, share: float) -> Device:
+        """This device as a process that has a share of a core."""
+        if share == 1.0:
+            return self
+        return replace(
+            self,
+            peak_flops=tuple((dtype, rate * share) for dtype, rate in self.peak_flops),
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * share,
+            launch_overhead_s=self.launch_overhead_s / share,
+        )
+
     def at_speed(self, factor: float) -> Device:
         """This device if it computes ``factor`` times as fast, under a name of its own.
 

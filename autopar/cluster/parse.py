@@ -166,26 +166,10 @@ def _local_devices(count: int, local: Cluster | None) -> Cluster:
 
 def _cpu_ranks(count: int, pattern: Machine, assumptions: tuple[str, ...]) -> Cluster:
     """``count`` ranks on one machine of ``pattern.num_devices`` cores: they share what it has."""
-    device, cores = pattern.device, pattern.num_devices
-    total_bytes = cores * device.memory_bytes
-    device = replace(device, memory_bytes=max(1, total_bytes // count))
-    intra = pattern.intra
+    cores = pattern.num_devices
     if count > cores:
-        share = cores / count
-        device = replace(
-            device,
-            peak_flops=tuple((dtype, rate * share) for dtype, rate in device.peak_flops),
-            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
-            launch_overhead_s=device.launch_overhead_s / share,
-        )
-        intra = replace(
-            intra,
-            latency_s=intra.latency_s / share,
-            bandwidth_bytes_per_s=intra.bandwidth_bytes_per_s * share,
-        )
         assumptions += (f"{count} ranks share the {cores} cores of this machine",)
-    machine = replace(pattern, device=device, num_devices=count, intra=intra)
-    return Cluster(machines=(machine,), assumptions=assumptions)
+    return Cluster(machines=(pattern.with_ranks(count),), assumptions=assumptions)
 
 
 def _is_cpu(device: Device, local: Cluster) -> bool:

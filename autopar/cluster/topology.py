@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 
-from autopar.cluster.device import Device
+from autopar.cluster.device import Device, DeviceKind
 from autopar.errors import ConfigError
 
 
@@ -71,6 +71,16 @@ class Link:
         """Seconds of one message."""
         return self.latency_s + payload_bytes / self.bandwidth_bytes_per_s
 
+    def with_share(self, share: float) -> Link:
+        """This link between processes that have a share of a core each."""
+        if share == 1.0:
+            return self
+        return replace(
+            self,
+            latency_s=self.latency_s / share,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * share,
+        )
+
     def in_group(self, size: int) -> Link:
         """This link as a group of ``size`` devices of one machine sees it.
 
@@ -97,6 +107,9 @@ class Machine:
         site: Where it stands, if machines stand in several places.
         host_memory_bytes: Memory of the host that its devices may fill together; 0 where it is not
             known, and nothing is refused for it.
+        num_cores: Cores that its devices share, where they are processes and figures are those of
+            processes that are all at work; 0 where each device is one of its own.
+        num_working: Devices that figures are for, beside which the others wait; all if 0.
     """
 
     device: Device
@@ -105,6 +118,8 @@ class Machine:
     inter: Link
     site: str = ""
     host_memory_bytes: int = 0
+    num_cores: int = 0
+    num_working: int = 0
 
     def __post_init__(self) -> None:
         if self.host_memory_bytes < 0:
@@ -116,6 +131,38 @@ class Machine:
             raise ConfigError(
                 f"machine of {self.device.name!r}: has {self.num_devices} devices, needs at least 1"
             )
+
+    @property
+    def num_at_work(self) -> int:
+        """Devices that work at the same time."""
+        return self.num_working or self.num_devices
+
+    def at_work(self, count: int) -> Machine:
+        """This machine while only ``count`` of its devices work: shared cores are theirs alone."""
+        if self.device.kind is not DeviceKind.CPU or count == self.num_at_work:
+            return self
+        gain = _core_share(count, self.num_cores) / _core_share(self.num_at_work, self.num_cores)
+        return replace(
+            self,
+            device=self.device.with_share(gain),
+            intra=self.intra.with_share(gain),
+            num_working=0 if count == self.num_devices else count,
+        )
+
+    def with_ranks(self, count: int) -> Machine:
+        """This machine of as many devices as cores, with ``count`` processes as its devices."""
+        cores = self.num_devices
+        device = replace(
+            self.device, memory_bytes=max(1, cores * self.device.memory_bytes // count)
+        )
+        share = _core_share(count, cores)
+        return replace(
+            self,
+            device=device.with_share(share),
+            intra=self.intra.with_share(share),
+            num_devices=count,
+            num_cores=cores,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +301,18 @@ class Cluster:
             latency_s += hops_inside / links.size * (links.intra.latency_s - latency_s)
         return replace(links.inter, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
 
+    def at_work(self, count: int) -> Cluster:
+        """This cluster while its first ``count`` devices work and the others wait.
+
+        Processes on shared cores have them to themselves then; devices of their own are as fast as
+        before. Memory is shared out among all.
+        """
+        machines, left = [], count
+        for machine in self.machines:
+            machines.append(machine.at_work(max(1, min(left, machine.num_devices))))
+            left -= machine.num_devices
+        return replace(self, machines=tuple(machines))
+
     def with_memory_limit(self, limit_bytes: int) -> Cluster:
         """This cluster with exactly ``limit_bytes`` usable on every device.
 
@@ -351,6 +410,11 @@ class Cluster:
             count = sum(1 for _ in run)
             parts.append(f"{size}:{name}" if count == 1 else f"{count}x{size}:{name}")
         return " + ".join(parts)
+
+
+def _core_share(count: int, num_cores: int) -> float:
+    """What each of ``count`` busy processes has of a core; 1 where cores are not shared."""
+    return min(1.0, num_cores / count) if num_cores else 1.0
 
 
 def _slowest(links: Sequence[Link]) -> Link:

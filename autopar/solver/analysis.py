@@ -37,7 +37,7 @@ from autopar.solver.splits_structure import (
     graph_facts,
     split_structure,
 )
-from cost_models.base import Comparable, CostModel, HostCosts, slowest_group
+from cost_models.base import Comparable, CostModel, HostCosts, SharedMachine, slowest_group
 from cost_models.local import is_cpu
 from cost_models.memory import optimizer_state_bytes
 from cost_models.offload import CopyPrice, copy_price, offload_s_per_byte
@@ -108,6 +108,7 @@ class Analysis:
     _batch_size: int = 0
     _before: Analysis | None = None
     _siblings: dict[bool | None, Analysis] = field(default_factory=dict)
+    _at_work: dict[int, Analysis] = field(default_factory=dict)
     _facts: GraphFacts | None = None
     _prices: dict[tuple[int, int, int], PriceList] = field(default_factory=dict)
     _requests: dict[tuple[int, int, int, int], SplitsRequest] = field(default_factory=dict)
@@ -211,7 +212,7 @@ class Analysis:
             other = copy.copy(self)
             other._siblings = {self.constraints.sequence_parallel: self}
             other._requests, other._problems, other.shared = {}, {}, {}
-            other._before = None
+            other._before, other._at_work = None, {}
             self._siblings[wish] = other
         return self._siblings[wish]
 
@@ -229,7 +230,7 @@ class Analysis:
         other.cluster, other.model = cluster, model
         other._prices, other._requests, other._problems = {}, {}, {}
         other._groups, other.shared, other._before = {}, {}, None
-        other._siblings = {}
+        other._siblings, other._at_work = {}, {}
         other.optimizer_s_per_byte = other._update_s_per_byte()
         if isinstance(model, Comparable) and model.prices_like(self.model):
             other._before = self
@@ -240,6 +241,19 @@ class Analysis:
             }
             other.shared = dict(rehomed)
         return other
+
+    def at_work(self, num_ranks: int) -> Analysis:
+        """The same while only the first ``num_ranks`` ranks work; itself if prices are the same.
+
+        Where ranks share cores, a plan that leaves some idle costs what fewer devices cost.
+        """
+        model = self.model
+        if num_ranks not in self._at_work and isinstance(model, SharedMachine):
+            found = model.at_work(num_ranks)
+            if found is not model:
+                self._at_work[num_ranks] = self.on(self.cluster.at_work(num_ranks), found)
+        known = self._at_work.get(num_ranks)
+        return self if known is None else known.under(self.constraints)
 
     def has_prices_of(self, before: Analysis, sizes: tuple[int, int, int]) -> bool:
         """Whether a mesh is priced as on another cluster, by the same list."""

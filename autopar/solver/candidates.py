@@ -149,7 +149,10 @@ def _used_counts(cluster: Cluster, wish: Constraints) -> list[int]:
 
 
 def _tp_choices(cluster: Cluster, used: int) -> list[int]:
-    """Sizes of tensor-parallel groups that stay inside the machines of the first ranks."""
+    """Sizes of tensor-parallel groups that stay inside the machines of the first ranks.
+
+    A part of one machine has those that it would have as a machine of its own.
+    """
     sizes, start = [], 0
     starts: list[int] = []
     for machine in cluster.machines:
@@ -159,7 +162,8 @@ def _tp_choices(cluster: Cluster, used: int) -> list[int]:
         starts.append(start)
         start += machine.num_devices
     first = sizes[0]
-    whole = [n for n in range(1, min(sizes) + 1) if first % n == 0]
+    part = used if used < first else first
+    whole = [n for n in range(1, min(sizes) + 1) if first % n == 0 or part % n == 0]
     return [n for n in whole if all(start % n == 0 for start in starts)]
 
 

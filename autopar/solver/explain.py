@@ -110,9 +110,8 @@ def _rate_prices(asker: Asker, plan: Plan) -> tuple[list[ShadowPrice], list[str]
     """This plan on faster links and devices."""
     if plan.pipelines:
         return _rate_prices_of_pipelines(asker, plan)
-    cluster = asker.question.cluster
-    model = asker.prices(cluster)
     again = Resimulator.of(plan, asker.analysis())
+    cluster, model = again.analysis.cluster, again.analysis.model
     now_s = again.figures(cluster, model).step_s
     notes = []
     if abs(now_s - plan.time_s) > EQUAL * plan.time_s:

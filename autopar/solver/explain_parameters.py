@@ -54,6 +54,7 @@ def explain_parameters_with_model(asker: Asker, plan: Plan, pattern: str) -> Par
         )
         return replace(told, missing=(note,))
     again = Resimulator.of(plan, analysis)
+    analysis = again.analysis
     setting = again.setting(analysis.cluster, analysis.model, analysis.optimizer_s_per_byte)
     count = plan.num_microbatches
     rank, collectives = caused_collectives(

@@ -12,11 +12,10 @@ from math import inf
 
 from autopar.errors import InfeasibleError
 from autopar.solver.assemble import Outcome
-from autopar.solver.block_costs import BlockTable
+from autopar.solver.at_work import Rankers
 from autopar.solver.lanes import Ahead
 from autopar.solver.own_splits import are_alike
 from autopar.solver.ranked import Ranked
-from autopar.solver.ranking import Ranker
 from autopar.solver.splits_problem import SplitsSolution
 
 
@@ -24,19 +23,19 @@ from autopar.solver.splits_problem import SplitsSolution
 class Foresight:
     """Of one search."""
 
-    ranker: Ranker
+    rankers: Rankers
     _own: list[tuple[Ranked, Ahead[SplitsSolution]]] = field(
         default_factory=list
     )  # whose own splits are on their way
-    _finer: BlockTable | None = None  # whose finer menus are
+    _finer: Ranked | None = None  # whose finer menus are
     _best_s: float = inf
 
     def improving(self, rows: Iterable[Ranked]) -> None:
         """These are likely to be improved: with exact menus, and with splits of their own."""
-        if self.ranker.lanes.is_open:
+        if self.rankers.lanes.is_open:
             for ranked in rows:
-                table = ranked.table
-                self.ranker.tables.expect(table.sizes, table.problem, table.options)
+                table, ranker = ranked.table, self.rankers.of(ranked.shape)
+                ranker.tables.expect(table.sizes, table.problem, table.options)
                 self._own.append((ranked, self._own_splits(ranked)))
 
     def go_on(self) -> None:
@@ -46,25 +45,25 @@ class Foresight:
             self._expect_table(*row)
 
     def _own_splits(self, ranked: Ranked) -> Ahead[SplitsSolution]:
-        key, ranker = (ranked.shape.sizes, ranked.zero_level), self.ranker
+        key, ranker = (ranked.shape.sizes, ranked.zero_level), self.rankers.of(ranked.shape)
         body = ranker.bodies.body(ranked.shape.sizes)
         return ranker.own.expect(key, body, is_alike=self._is_alike(ranked))
 
     def _is_alike(self, ranked: Ranked) -> bool:
-        sizes, level = ranked.shape.sizes, ranked.zero_level
-        shared = self.ranker.parameters(sizes, level, self.ranker.bodies.body(sizes))
-        return are_alike(self.ranker.analysis.problem(sizes, level), shared)
+        sizes, level, ranker = ranked.shape.sizes, ranked.zero_level, self.rankers.of(ranked.shape)
+        shared = ranker.parameters(sizes, level, ranker.bodies.body(sizes))
+        return are_alike(ranker.analysis.problem(sizes, level), shared)
 
     def _expect_table(self, ranked: Ranked, own: Ahead[SplitsSolution]) -> None:
-        sizes = ranked.shape.sizes
-        body = self.ranker.bodies.body(sizes)
-        problem = self.ranker.analysis.problem(sizes, ranked.zero_level)
+        sizes, ranker = ranked.shape.sizes, self.rankers.of(ranked.shape)
+        body = ranker.bodies.body(sizes)
+        problem = ranker.analysis.problem(sizes, ranked.zero_level)
         where = (body.sizes, body.problem) if self._is_alike(ranked) else (sizes, problem)
         try:
             options = own.result().options
         except InfeasibleError:
             return  # whoever asks for these splits is told
-        self.ranker.tables.expect(*where, options)
+        ranker.tables.expect(*where, options)
 
     def judging(self, ranked: Ranked) -> None:
         """The best estimate is judged first, and wins as a rule."""
@@ -78,8 +77,8 @@ class Foresight:
             self._expect_finer(outcome.ranked)
 
     def _expect_finer(self, ranked: Ranked) -> None:
-        before, self._finer = self._finer, ranked.table
-        if before is not None and before.options != ranked.table.options:
-            self.ranker.tables.drop_finer(before)
+        before, self._finer = self._finer, ranked
+        if before is not None and before.table.options != ranked.table.options:
+            self.rankers.of(before.shape).tables.drop_finer(before.table)
         if set(ranked.recompute_words) != {"none"}:
-            self.ranker.tables.expect_finer(ranked.table)
+            self.rankers.of(ranked.shape).tables.expect_finer(ranked.table)

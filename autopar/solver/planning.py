@@ -242,9 +242,10 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     '8:h100-sxm + 4:h100-sxm'
     """
     machines, left = [], count
-    for machine in cluster.machines:
+    for machine in cluster.at_work(count).machines:
         if left <= 0:
             break
-        machines.append(replace(machine, num_devices=min(left, machine.num_devices)))
+        here = min(left, machine.num_devices)
+        machines.append(replace(machine, num_devices=here, num_working=0))
         left -= machine.num_devices
     return replace(cluster, machines=tuple(machines))

@@ -35,6 +35,7 @@ class Resimulator:
         Raises:
             PlanError: The plan is of another model.
         """
+        analysis = analysis.at_work(plan.mesh.num_ranks)
         decisions = decisions_of(plan, analysis.graph, gather_outputs=analysis.gathered)
         return cls(plan, analysis, localize(analysis.graph, decisions, analysis.signatures))
 

@@ -25,6 +25,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.programs import LocalPrograms
 from autopar.solver.analysis import Analysis, optimizer_s_per_byte
 from autopar.solver.assemble import Field, Outcome, assemble_plan
+from autopar.solver.at_work import Rankers
 from autopar.solver.candidates import (
     Shape,
     grid,
@@ -165,7 +166,7 @@ class MeshSearch:
     misfits: list[Misfit] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _analysis: Analysis = field(init=False)
-    _ranker: Ranker = field(init=False)
+    _rankers: Rankers = field(init=False)
     _foresight: Foresight = field(init=False)
     _leanest: dict[tuple[object, ...], Shape] = field(init=False)
     _plain: frozenset[Shape] = frozenset()
@@ -185,8 +186,8 @@ class MeshSearch:
             self.graph, self.cluster, self.model, self.constraints, self.optimizer
         )
         self._analysis = analysis
-        self._ranker = Ranker(analysis, self.limit_bytes)
-        self._foresight = Foresight(self._ranker)
+        self._rankers = Rankers(Ranker(analysis, self.limit_bytes))
+        self._foresight = Foresight(self._rankers)
         self._leanest = {}
         return analysis
 
@@ -198,11 +199,10 @@ class MeshSearch:
     def run(self) -> tuple[Plan, SearchStats]:
         """The best plan and how the search went."""
         analysis = self.prepare()
-        with self._ranker.lanes.open():
+        with self._rankers.lanes.open():
             return self._run(analysis)
 
     def _run(self, analysis: Analysis) -> tuple[Plan, SearchStats]:
-        ranker = self._ranker
         space = shapes(analysis)
         self.stats.num_shapes = len(space)
         self._phase("analysis")
@@ -212,6 +212,7 @@ class MeshSearch:
         )
         for shape in space:  # the most micro-batches of each mesh come last
             self._leanest[_mesh_key(shape)] = shape
+            self._rankers.of(shape)  # before threads ask for them
         self._plain = plain_shapes(space)
         by_hand = set(grid(space, analysis.batch_size))
         master: Master[Shape, Ranked, Outcome] = Master(self)
@@ -222,8 +223,7 @@ class MeshSearch:
         )
         self._phase("ranking")
         self.stats.stopped_by = master.stopped_by
-        self.stats.num_split_solves = ranker.own.num_solves + ranker.bodies.num_solves
-        self.stats.num_columns = max(ranker.own.num_columns, ranker.bodies.num_columns)
+        self._rankers.count(self.stats)
         if winner is None:
             raise self._infeasible(master.verdicts)
         verdicts = list(master.verdicts)
@@ -231,7 +231,7 @@ class MeshSearch:
             first, winner = winner, self.loosened(winner)
             verdicts = [winner if v is first else v for v in verdicts]
             self._phase("exact")
-        self.stats.num_stage_solves = ranker.num_stage_solves + ranker.problems.num_solves
+        self._rankers.count(self.stats)
         self.ranked.sort(key=_preference)
         field_ = Field(
             outcomes=verdicts,
@@ -268,7 +268,7 @@ class MeshSearch:
 
     def is_late(self) -> bool:
         """Whether the wall-clock guard has run out; it waits longer for a first plan."""
-        if self._ranker.lanes.is_closing:
+        if self._rankers.lanes.is_closing:
             return True  # a search that was broken off
         if self.time_limit_s is None:
             return False
@@ -280,21 +280,22 @@ class MeshSearch:
     def beside(self, work: Callable[[], None]) -> Callable[[], None]:
         """Begin something on another thread, if there is one; what is returned waits for it."""
         self._look_ahead()
-        return self._ranker.lanes.ahead(work, NOW).result
+        return self._rankers.lanes.ahead(work, NOW).result
 
     # -- what the master asks ------------------------------------------------------------------
     def bound_s(self, shape: Shape, effort: int, enough_s: float) -> float:
         """A lower bound of a shape; infinite if it is not possible."""
-        share = self._ranker.analysis.least_share(shape.mesh.pp)
+        ranker = self._rankers.of(shape)
+        share = ranker.analysis.least_share(shape.mesh.pp)
         try:
-            return share * self._ranker.bound_s(shape, effort, enough_s / share)
+            return share * ranker.bound_s(shape, effort, enough_s / share)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
 
     def spent(self, shape: Shape) -> float:
         """Work on a shape's bound beyond the early efforts."""
-        return self._ranker.spent(shape)
+        return self._rankers.of(shape).spent(shape)
 
     def _look_ahead(self) -> None:
         """Start what improving the best will ask for; no more than is known of them by now."""
@@ -312,7 +313,7 @@ class MeshSearch:
         if shape.mesh.num_ranks == 1:
             return 0.0  # nothing to split and nothing to cut: it is worked out at once
         try:
-            found = self._ranker.outlook_s(shape, best_s, levels)
+            found = self._rankers.of(shape).outlook_s(shape, best_s, levels)
         except (ShardingError, ConstraintError, InfeasibleError) as error:
             self.errors.append(f"{shape}: {error}")
             return inf
@@ -349,9 +350,10 @@ class MeshSearch:
         levels: Sequence[int] = (),
     ) -> Ranked | Misfit | None:
         """A good choice for a shape; one whose stages have the levels that are given."""
+        ranker = self._rankers.of(shape)
         if self._analysis.stage_levels:
-            return rank_given(self._ranker, shape, limit_bytes or self.limit_bytes)
-        return self._ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s, levels=levels)
+            return rank_given(ranker, shape, limit_bytes or self.limit_bytes)
+        return ranker.rank(shape, limit_bytes=limit_bytes, best_s=best_s, levels=levels)
 
     def improve(self, candidate: Ranked) -> Ranked:
         """Splits for just this shape, better cuts, a ZeRO level for each stage."""
@@ -359,18 +361,17 @@ class MeshSearch:
             return candidate
         self._foresight.improving([candidate])
         self._foresight.go_on()
-        candidate = self._ranker.sharpened(candidate)
-        best = min((candidate, self._ranker.polish(candidate)), key=_preference)
-        found = self._ranker.refine(best, self.limit_bytes, anew=True)
+        ranker = self._rankers.of(candidate.shape)
+        candidate = ranker.sharpened(candidate)
+        best = min((candidate, ranker.polish(candidate)), key=_preference)
+        found = ranker.refine(best, self.limit_bytes, anew=True)
         best = min((r for r in (best, found) if isinstance(r, Ranked)), key=_preference)
-        return leveled(self._ranker, best)
+        return leveled(ranker, best)
 
     def loosened(self, outcome: Outcome) -> Outcome:
         """The same with as little made again as the exact bytes allow."""
-        evaluate = partial(self._evaluate, self._analysis, self._ranker)
-        found = loosened(
-            outcome, evaluate=evaluate, ranker=self._ranker, limit_bytes=self.limit_bytes
-        )
+        ranker, evaluate = self._rankers.of(outcome.ranked.shape), self.evaluated
+        found = loosened(outcome, evaluate=evaluate, ranker=ranker, limit_bytes=self.limit_bytes)
         return with_fewer_copies(found, evaluate=evaluate)
 
     def moved(self, candidate: Ranked, limit_bytes: int, max_trials: int) -> Ranked:
@@ -385,13 +386,14 @@ class MeshSearch:
         stages = Recut(problem, max_trials).improved(candidate.stages.starts)
         if stages is None:
             return candidate
-        found = self._ranker.estimated(replace(candidate, stage_problem=problem, stages=stages))
+        ranker = self._rankers.of(candidate.shape)
+        found = ranker.estimated(replace(candidate, stage_problem=problem, stages=stages))
         is_same = limit_bytes == candidate.stage_problem.limit_bytes
         return min((candidate, found), key=_preference) if is_same else found
 
     def evaluated(self, candidate: Ranked) -> Outcome:
         """Exact figures of a candidate, whether it fits or not."""
-        return self._evaluate(self._analysis, self._ranker, candidate)
+        return self._evaluate(self._rankers.of(candidate.shape), candidate)
 
     @property
     def early_efforts(self) -> int:
@@ -409,7 +411,7 @@ class MeshSearch:
 
     def model_bound_s(self, candidate: Ranked, enough_s: float) -> float:
         """A lower bound of the estimate of a candidate's shape and splits."""
-        return self._ranker.model_bound_s(candidate, enough_s)
+        return self._rankers.of(candidate.shape).model_bound_s(candidate, enough_s)
 
     def judge(self, candidate: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
@@ -417,16 +419,16 @@ class MeshSearch:
         # levels of stages were chosen by estimates: what they improved is judged beside them
         self._foresight.judging(candidate)
         rows = [candidate] if candidate.alone is None else [candidate, candidate.alone]
-        outcomes = [self._exact(self._analysis, self._ranker, row) for row in rows]
+        outcomes = [self._exact(self._rankers.of(row.shape), row) for row in rows]
         self._phase("exact")
         found = min(outcomes, key=lambda o: (not o.fits, o.step_s))
         self._foresight.judged(found)
         return found
 
-    def _exact(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
+    def _exact(self, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; cut again under a tighter limit while memory is exceeded."""
         limit = self.limit_bytes
-        outcome = self._evaluate(analysis, ranker, ranked)
+        outcome = self._evaluate(ranker, ranked)
         for _ in range(TIGHTEN_TRIES):
             if outcome.fits or outcome.figures.peak_bytes <= self.limit_bytes:
                 break
@@ -448,15 +450,16 @@ class MeshSearch:
                 found = self._rank(ranked.shape, limit_bytes=limit)
             if not isinstance(found, Ranked):
                 break
-            outcome = self._evaluate(analysis, ranker, found)
+            outcome = self._evaluate(ranker, found)
         self.progress(
             f"{ranked.shape}: {format_time(outcome.figures.step_s)}, "
             f"{format_bytes(outcome.figures.peak_bytes)}"
         )
         return outcome
 
-    def _evaluate(self, analysis: Analysis, ranker: Ranker, ranked: Ranked) -> Outcome:
+    def _evaluate(self, ranker: Ranker, ranked: Ranked) -> Outcome:
         """Exact figures; in the plain order if the chosen one takes too much."""
+        analysis = ranker.analysis
         chosen = decisions_for(analysis, ranked)
         window = chosen.offload_window_bytes
         found: list[tuple[Outcome, Decisions, LocalPrograms]] = []
@@ -529,7 +532,7 @@ class MeshSearch:
         found: list[tuple[int, str, Shape]] = []
         for shape in list(self._leanest.values())[:NUM_LEAN_TRIED]:
             try:
-                found.append((self._ranker.least_bytes(shape), str(shape), shape))
+                found.append((self._rankers.of(shape).least_bytes(shape), str(shape), shape))
             except (ShardingError, ConstraintError) as error:
                 self.errors.append(f"{shape}: {error}")
         for _, _, shape in sorted(found)[:NUM_SHORTFALLS]:

@@ -30,17 +30,21 @@ class Work:
     _views: dict[str, Work] = field(default_factory=dict)
 
     @staticmethod
-    def of(analysis: Analysis) -> Work:
+    def of(analysis: Analysis, lanes: Lanes | None = None) -> Work:
         """What is known of a model on a cluster, at first nothing.
 
         It depends neither on the limit nor on constraints, but for what is made again: searches
         that ask about the same model go on with what earlier ones worked out.
+
+        Args:
+            analysis: The model on a cluster.
+            lanes: Threads of what is not known yet; its own if left out.
         """
         wish = analysis.constraints.recompute
         known = analysis.shared.get(NAME)
         if not isinstance(known, Work):
             free = analysis.under(replace(analysis.constraints, recompute=None))
-            localizer, lanes = BlockLocalizer(free), Lanes()
+            localizer, lanes = BlockLocalizer(free), lanes or Lanes()
             bodies = Bodies(free, localizer.spares, lanes)
             known = Work(bodies, BlockTables(free, localizer, lanes), lanes, localizer)
             analysis.shared[NAME] = known
