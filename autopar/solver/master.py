@@ -12,7 +12,9 @@ found, and judge a plan in the event simulator. The master decides the order:
 2. The best are improved, and the best few judged. Beside that the least bound is sharpened,
    whichever it is, until a limit of work.
 3. Whatever keeps the model's own gap above a percent is improved, and judged if it may win.
-4. The fastest that fits wins; if none fits, opening goes on.
+4. The fastest that fits wins; if none fits, opening goes on. So it does where something that is
+   not judged has a bound, and an outlook or an estimate, below the best judged time: an estimate
+   that did not come true has kept it out.
 
 ``bound_s`` is the least bound over all shapes of the space: opened, set aside, not reached, or
 opened without finding anything that fits. No plan of the space is faster in the event simulator.
@@ -34,14 +36,14 @@ MAX_IMPROVED = 8  # and with those that keep the model's gap open
 NUM_JUDGED = 3
 MAX_JUDGED = 6
 NUM_BY_HAND = 1  # best of the shapes set up by hand that are judged whatever their estimate
-FLATTERED = 1.05  # a judged time is so many times an estimate that keeps no others from being tried
+LEFT_OUT = 1.03  # what was left out beside a time is slower than it by at least so much
 # Of the best estimate: one other up to here is judged, so that what came near is exact.
 RIVAL = 1.03
 NEAR = 1.01  # more of them up to here: hardly any estimate is too high
 MODEL_GAP = 0.01
 CLOSABLE_GAP = 0.05  # better splits and menus lift a bound of estimates by less than this
 SLACK = 1e-9
-MAX_REOPENED = 2  # times that opening goes on because what ended it turned out not to fit
+MAX_REOPENED = 2  # times that opening goes on because what ended it did not come true
 MAX_SHARPENED = 96.0  # work limit of bounds beyond the early efforts, in units of the space
 HOPE = 1.04  # a shape is opened if its outlook is not above the best estimate by more than this
 
@@ -108,16 +110,18 @@ class Space(Protocol[S_contra, C, V_co]):
 
         Args:
             shape: The shape.
-            best_s: Best estimate so far; an outlook above it may be any time above it.
+            best_s: Best time so far; an outlook above it may be any time above it, an infinite one
+                says that nothing fits, or nothing within ``LEFT_OUT`` of it.
         """
         ...
 
     def open(self, shape: S_contra, best_s: float) -> C | None:
-        """A good plan of a shape, None if none was found that fits and may beat the best.
+        """A good plan of a shape, None if none was found that fits and comes near the best.
 
         Args:
             shape: The shape.
-            best_s: Best estimate so far.
+            best_s: Best time so far: an estimate, or what was judged where that is more. What is
+                slower by more than ``LEFT_OUT`` need not be found.
         """
         ...
 
@@ -233,15 +237,18 @@ class Master(Generic[S, C, V]):
                     row.is_by_hand = True
         while True:
             self._improve_and_judge()
-            winner = self._winner()
             known_s = self._known_s()
-            if winner is not None and not self._is_flattered(known_s):
+            if isfinite(known_s) and not self._is_flattered(known_s):
                 break
             self._take_back(known_s)
-            if self.stopped_by or (winner is None and not self._heap):
+            if self.stopped_by or not (isfinite(known_s) or self._heap):
                 self._judge(everything=True)
                 break
+            num_before = len(self._opened)
             self._open_more()
+            is_same = len(self._opened) == num_before
+            if isfinite(known_s) and is_same and not self._may_win(known_s):
+                break
         if self.stopped_by == "time":
             self._judge_plain()
         return self._winner()
@@ -257,25 +264,24 @@ class Master(Generic[S, C, V]):
         return self.verdicts[min(fitting, key=key)] if fitting else None
 
     def _known_s(self) -> float:
-        """Seconds that shapes were to beat, as far as they are real; infinite if nothing fits.
-
-        The best estimate of what fits; the best time that was judged, where that is far more.
-        """
-        fitting = [o for o in self._opened if o.is_judged and not o.is_misfit]
-        estimate_s = min((o.candidate.estimate_s for o in fitting), default=inf)
-        real_s = min((o.real_s for o in fitting), default=inf)
-        return real_s if real_s > FLATTERED * estimate_s else estimate_s
+        """Seconds that shapes are to beat, as far as they are real; infinite if nothing fits."""
+        fitting = (o for o in self._opened if o.is_judged and not o.is_misfit)
+        return min(map(self._time_s, fitting), default=inf)
 
     def _is_flattered(self, known_s: float) -> bool:
-        """Whether an estimate that did not come true may have kept shapes from being opened."""
+        """Whether an estimate that did not come true may have kept others from being tried."""
         self._num_reopened += 1
-        untrue = (
-            o.candidate.estimate_s
-            for o in self._opened
-            if o.is_misfit or (o.is_judged and o.real_s > FLATTERED * o.candidate.estimate_s)
-        )
-        is_flattered = min(untrue, default=inf) < known_s * (1 - SLACK)
-        return is_flattered and self._num_reopened <= MAX_REOPENED
+        if self._num_reopened > MAX_REOPENED:
+            return False
+        best_s = min(o.candidate.estimate_s for o in self._opened)
+        hope = HOPE if known_s > HOPE * best_s else 1.0  # else what comes near was opened
+        aside = (w for w in self._aside if w.outlook_s < hope * known_s * (1 - SLACK))
+        waiting = [*self._heap, *aside, *(w for w in self._empty if self._is_back(w, known_s))]
+        return self._may_win(known_s) or any(w.bound_s < known_s * (1 - SLACK) for w in waiting)
+
+    def _may_win(self, known_s: float) -> bool:
+        """Whether something that is not judged has a better estimate than what is known."""
+        return any(o.candidate.estimate_s < known_s * (1 - SLACK) for o in self._unjudged())
 
     @property
     def bound_s(self) -> float:
@@ -364,12 +370,17 @@ class Master(Generic[S, C, V]):
         Args:
             known_s: What shapes are to beat: what was left out beside that stays where it is.
         """
-        back = [w for w in self._empty if isfinite(w.known_s) and w.known_s < known_s]
-        self._empty = [w for w in self._empty if not (isfinite(w.known_s) and w.known_s < known_s)]
+        back = [w for w in self._empty if self._is_back(w, known_s)]
+        self._empty = [w for w in self._empty if not self._is_back(w, known_s)]
         if not isfinite(known_s):
             back, self._aside = [*back, *self._aside], []
         for waiting in back:
             heapq.heappush(self._heap, waiting)
+
+    @staticmethod
+    def _is_back(waiting: _Waiting[S], known_s: float) -> bool:
+        """Whether what was left out beside an estimate may be better than what is real."""
+        return isfinite(waiting.known_s) and LEFT_OUT * waiting.known_s < known_s
 
     def _must_stop(self) -> bool:
         if self.num_opened >= MAX_OPENED:
@@ -388,8 +399,8 @@ class Master(Generic[S, C, V]):
     @staticmethod
     def _time_s(row: _Opened[S, C]) -> float:
         """An estimate, unless it is known to flatter."""
-        is_untrue = row.is_judged and row.real_s > FLATTERED * row.candidate.estimate_s
-        return row.real_s if is_untrue else row.candidate.estimate_s
+        estimate_s = row.candidate.estimate_s
+        return max(row.real_s, estimate_s) if row.is_judged else estimate_s
 
     def _unjudged(self) -> list[_Opened[S, C]]:
         return [o for o in self._opened if not o.is_judged]
@@ -562,12 +573,12 @@ class Master(Generic[S, C, V]):
     def _judge(self, *, everything: bool = False) -> None:
         rows = sorted(self._unjudged(), key=lambda o: self.space.preference(o.candidate))
         before = sum(v.fits for v in self.verdicts)
-        best_s, known_s = self._best_s(), self._known_s()
+        best_s = self._best_s()
         for num_judged, row in enumerate(rows):
             num_fitting = sum(v.fits for v in self.verdicts)
             reach_s = (RIVAL if num_fitting == 1 else NEAR) * best_s
-            if isfinite(known_s):  # where estimates flatter, all below what is real may be faster
-                reach_s = max(reach_s, known_s)
+            if num_fitting:  # where estimates flatter, all below what is real may be faster
+                reach_s = max(reach_s, self._known_s())
             if num_fitting - before >= NUM_JUDGED or (
                 num_fitting and row.candidate.estimate_s > reach_s
             ):

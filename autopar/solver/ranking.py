@@ -29,6 +29,7 @@ from autopar.solver.candidates import Shape
 from autopar.solver.chain_sums import Chain
 from autopar.solver.cuts import better_stages
 from autopar.solver.lanes import Lanes
+from autopar.solver.master import LEFT_OUT
 from autopar.solver.order_bound import TO_BEGIN, Begun, OrderBound
 from autopar.solver.own_splits import OwnSplits, are_alike
 from autopar.solver.parameter_costs import ParameterCost, parameter_costs
@@ -58,7 +59,7 @@ Sizes = tuple[int, int, int]
 EARLY_EFFORTS = 4
 EFFORTS = EARLY_EFFORTS + 256
 WORK = 1 << 15  # of adding paths, for each effort beyond the early ones
-NEAR = 1.03  # plans that are slower than a known one by more are not worked out
+NEAR = LEFT_OUT  # plans that are slower than a known one by more are not worked out
 MOST_GROWN = 2.0  # times the samples of known menus that others may be guessed from
 LEAN = 1.02  # states within this of the least are as lean as can be
 

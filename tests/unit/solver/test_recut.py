@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -11,7 +12,7 @@ import pytest
 from autopar.plan.types import MeshShape, ScheduleKind
 from autopar.solver.bodies import repeating_unit
 from autopar.solver.greedy_stages import first_choice
-from autopar.solver.master import MAX_SHARPENED, Master
+from autopar.solver.master import LEFT_OUT, MAX_SHARPENED, Master
 from autopar.solver.path_bound import PathBound
 from autopar.solver.pipeline_bound import Floor, PipelineBound
 from autopar.solver.recut import Recut, even_starts
@@ -396,6 +397,74 @@ def test_shapes_are_tried_that_an_estimate_which_did_not_come_true_kept_out():
     winner = Master[int, Guess, Guess](NumberedSpace(table)).run([0], range(1, 5))
     assert winner is not None
     assert winner.number == 4
+
+
+def test_a_bound_below_what_came_true_is_opened_where_another_estimate_did_come_true():
+    """The best estimate flatters by a little more than the best time that was judged tells."""
+    table = {
+        0: ((0.687, 0.687, 0.687), 0.725, 0.765),
+        1: ((0.719, 0.719, 0.719), 0.7357, 0.7357),
+        2: ((0.675, 0.675, 0.675), 0.745, 0.745),
+        3: ((0.693, 0.693, 0.693), 0.744, 0.744),
+        4: ((0.733, 0.733, 0.733), 0.734, 0.734),
+    }
+    space = NumberedSpace(table)
+    winner = Master[int, Guess, Guess](space).run(range(5))
+    assert 4 in space.opened
+    assert winner is not None
+    assert winner.number == 4
+
+
+@pytest.mark.parametrize("flatters", [1.0, 1.002, 1.02, 1.045, 1.1])
+def test_no_shape_stays_closed_whose_bound_and_outlook_are_below_the_answer(flatters: float):
+    """However much estimates flatter; where they are true next to none is opened for it."""
+    num_opened, num_limited = 0, 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        table, outlooks = {}, {}
+        for shape in range(12):
+            bound_s = rng.uniform(1.0, 1.2)
+            estimate_s = bound_s * rng.uniform(1.0, 1.05)
+            step_s = estimate_s * rng.uniform(1.0, flatters)
+            table[shape] = ((bound_s, bound_s, bound_s), estimate_s, step_s)
+            outlooks[shape] = estimate_s
+        space = NumberedSpace(table)
+        space.outlooks = outlooks
+        winner = Master[int, Guess, Guess](space).run(range(12))
+        assert winner is not None
+        closed = [n for n in table if n not in space.opened]
+        kept_out = [n for n in closed if max(table[n][0][1], outlooks[n]) < winner.step_s]
+        num_limited += bool(kept_out)
+        num_opened += len(space.opened)
+    assert num_limited <= (4 if flatters > 1.05 else 0), "opening goes on a few times"
+    assert num_opened <= 2.7 * 200 or flatters > 1.01
+
+
+def test_what_may_be_faster_than_what_was_judged_is_judged():
+    """Estimates within the reach of one that flatters; nothing else is left to be opened."""
+    steps_s = {0: 1.045, 1: 1.044, 2: 1.025}
+    table = {n: ((0.5, 0.5, 0.5), 1.0 + 0.0101 * n, steps_s[n]) for n in range(3)}
+    winner = Master[int, Guess, Guess](NumberedSpace(table)).run(range(3))
+    assert winner is not None
+    assert winner.number == 2
+
+
+def test_what_was_left_out_beside_an_estimate_that_flatters_a_little_stays_out():
+    """What is left out is slower by more than that."""
+
+    class Leaving(NumberedSpace):
+        def open(self, shape: int, best_s: float) -> Guess | None:
+            found = super().open(shape, best_s)
+            return None if found is None or found.estimate_s > LEFT_OUT * best_s else found
+
+    for step_s, times in ((1.02, 1), (1.08, 2)):
+        table = {0: ((0.5, 0.5, 0.5), 1.0, step_s), 1: ((0.6, 0.6, 0.6), 1.05, 1.05)}
+        space = Leaving(table)
+        space.outlooks = {1: 0.9}
+        winner = Master[int, Guess, Guess](space).run(range(2))
+        assert space.opened.count(1) == times
+        assert winner is not None
+        assert winner.number == times - 1
 
 
 def test_of_plans_that_take_as_long_the_preferred_one_wins():
