@@ -3,7 +3,8 @@
 Tensor-parallel groups stay inside a machine unless the user asks for more. A shape may leave
 devices idle: the full count is tried, and its successive halves (every count up to eight devices),
 since a model that is too small loses by splitting further. Where machines are of
-several sizes, which few degrees divide, so are the counts of those like the first alone.
+several sizes, which few degrees divide, so are the counts of those like the first alone. Where a
+count has few divisors, or none that the batch has too, meshes that come near it are tried.
 """
 
 from __future__ import annotations
@@ -77,13 +78,24 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
 
 
 def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
+    """Meshes of the whole cluster and of its halves, then those that leave a few devices idle."""
+    wish, seen = analysis.constraints, set[MeshShape]()
+    for dp, tp, pp in (*_whole_degrees(analysis), *_most_degrees(analysis)):
+        if wish.highest_zero and dp == 1:
+            continue  # ZeRO splits over data ranks: with one it would be dropped
+        for virtual, placement in _placements(wish):
+            mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
+            if mesh not in seen and _is_wanted(analysis, mesh):
+                seen.add(mesh)
+                yield mesh
+
+
+def _whole_degrees(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
+    """``dp, tp, pp`` of meshes that use all devices, or one of the smaller numbers of them."""
     wish, cluster = analysis.constraints, analysis.cluster
-    blocks = len(analysis.chain.blocks)
-    fixed_pp = wish.pp if wish.warmup is None else len(wish.warmup)
-    seen: set[MeshShape] = set()
     for used in _used_counts(cluster, wish):
         for tp in _degrees(wish.tp, _tp_choices(cluster, used)):
-            for pp in _degrees(fixed_pp, _stage_counts(analysis, min(used, blocks))):
+            for pp in _pipeline_sizes(analysis, used):
                 if used % (tp * pp) and wish.dp is None:
                     continue
                 dp = used // (tp * pp)
@@ -91,21 +103,54 @@ def _meshes(analysis: Analysis) -> Iterator[MeshShape]:
                     if used != cluster.num_devices or wish.dp * tp * pp > used:
                         continue
                     dp = wish.dp  # fixed degrees may leave devices idle
-                if wish.highest_zero and dp == 1:
-                    continue  # ZeRO splits over data ranks: with one it would be dropped
-                for virtual, placement in _placements(wish):
-                    mesh = MeshShape(dp=dp, tp=tp, pp=pp, virtual=virtual, placement=placement)
-                    is_open = wish.virtual is None
-                    is_vain = mesh.num_stages > blocks or not analysis.is_interleavable
-                    if virtual > 1 and (pp == 1 or (is_open and is_vain)):
-                        continue  # on one rank they would be one stage
-                    if wish.boundaries and mesh.num_stages != len(wish.boundaries) + 1:
-                        continue
-                    if isinstance(wish.zero, tuple) and mesh.num_stages != len(wish.zero):
-                        continue
-                    if mesh not in seen:
-                        seen.add(mesh)
-                        yield mesh
+                yield dp, tp, pp
+
+
+def _most_degrees(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
+    """``dp, tp, pp`` that use the most devices: one for each ``tp`` and doubling of ``pp``.
+
+    A count with large prime factors has few divisors, and the batch need not have them: with 31
+    machines of 8 and a batch of 2,240 no mesh uses all devices but those of 31, 62, ... stages.
+    A few idle devices are better. Where all can be used, these meshes are among those that do.
+    """
+    wish, cluster, batch = analysis.constraints, analysis.cluster, analysis.batch_size
+    total = cluster.num_devices
+    if wish.dp is not None:
+        return
+    sizes = [d for d in range(min(total, batch), 0, -1) if batch % d == 0]
+    for tp in _degrees(wish.tp, _tp_choices(cluster, total)):
+        best: dict[int, tuple[int, int, int]] = {}  # by doublings of pp: used, -pp, dp
+        for pp in _pipeline_sizes(analysis, total):
+            room = total // (tp * pp)
+            dp = next((d for d in sizes if d <= room and _may_divide(analysis, d)), 0)
+            found = (dp * tp * pp, -pp, dp)
+            if 2 * found[0] > total and found > best.get(pp.bit_length(), (0, 0, 0)):
+                best[pp.bit_length()] = found
+        for _, minus_pp, dp in best.values():
+            yield dp, tp, -minus_pp
+
+
+def _may_divide(analysis: Analysis, dp: int) -> bool:
+    """Whether some number of micro-batches goes with so many data ranks."""
+    return bool(_microbatch_counts(analysis, analysis.batch_size, dp))
+
+
+def _pipeline_sizes(analysis: Analysis, most: int) -> Sequence[int]:
+    """Numbers of pipeline ranks, up to so many."""
+    wish = analysis.constraints
+    fixed = wish.pp if wish.warmup is None else len(wish.warmup)
+    return _degrees(fixed, _stage_counts(analysis, min(most, len(analysis.chain.blocks))))
+
+
+def _is_wanted(analysis: Analysis, mesh: MeshShape) -> bool:
+    """Whether a mesh can have its stages, and the constraints speak of so many."""
+    wish, blocks = analysis.constraints, len(analysis.chain.blocks)
+    is_vain = mesh.num_stages > blocks or not analysis.is_interleavable
+    if mesh.virtual > 1 and (mesh.pp == 1 or (wish.virtual is None and is_vain)):
+        return False  # on one rank they would be one stage
+    if wish.boundaries and mesh.num_stages != len(wish.boundaries) + 1:
+        return False
+    return not isinstance(wish.zero, tuple) or mesh.num_stages == len(wish.zero)
 
 
 def _placements(wish: Constraints) -> Iterator[tuple[int, StagePlacement]]:

@@ -96,3 +96,47 @@ def test_machines_before_a_smaller_one_are_counted_alone():
 
     assert {8, 4, 2, 1} <= used("13:h100-sxm")
     assert used("2x8:h100-sxm") == {16, 8, 4, 2, 1}
+
+
+def degrees(devices: str, batch: int, **given: object) -> set[tuple[int, int, int]]:
+    cluster = parse_devices(devices)
+    graph = residual_network(20, rows=batch, width=16, hidden=32)
+    wish = Constraints(**given)  # type: ignore[arg-type]
+    found = Analysis(graph, cluster, AnalyticCostModel(cluster), wish, "adamw")
+    return {(s.mesh.dp, s.mesh.tp, s.mesh.pp) for s in shapes(found)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch"), [("31x2:cpu", 48), ("13:cpu", 16), ("23:cpu", 30), ("8x2:cpu", 64)]
+)
+def test_as_many_devices_work_as_the_batch_allows(devices: str, batch: int):
+    total, machine = parse_devices(devices).num_devices, parse_devices(devices).machines[0]
+    found = degrees(devices, batch)
+    deepest = max(pp for *_, pp in found)
+    for tp in [n for n in range(1, machine.num_devices + 1) if machine.num_devices % n == 0]:
+        for doubling in range(deepest.bit_length()):
+            depths = range(1 << doubling, min(2 << doubling, deepest + 1))
+            every = [
+                dp * tp * pp
+                for pp in depths
+                for dp in range(1, batch + 1)
+                if batch % dp == 0 and dp * tp * pp <= total
+            ]
+            most = max(every, default=0)
+            if 2 * most > total:
+                assert most == max(d * t * p for d, t, p in found if t == tp and p in depths)
+
+
+def test_meshes_with_idle_devices_are_no_more_than_one_for_a_doubling_of_stages():
+    found = [(d, t, p) for d, t, p in degrees("31x2:cpu", 48) if d * t * p not in (62, 31, 15)]
+    large = [(t, p.bit_length()) for d, t, p in found if 2 * d * t * p > 62]
+    assert large
+    assert len(set(large)) == len(large)
+    assert all(48 % d == 0 for d, *_ in found)
+
+
+def test_what_is_fixed_is_fixed_where_devices_idle():
+    assert {(t, p) for _, t, p in degrees("13:cpu", 16, pp=3, tp=1)} == {(1, 3)}
+    assert (4, 1, 3) in degrees("13:cpu", 16, pp=3, tp=1)
+    assert {d for d, *_ in degrees("13:cpu", 16, dp=2)} == {2}
+    assert all(d > 1 for d, *_ in degrees("13:cpu", 16, zero=3))
