@@ -111,6 +111,7 @@ class Bodies:
     _keys: dict[Sizes, tuple[object, Sizes]] = field(default_factory=dict)
     _saved: dict[int, SavedValues] = field(default_factory=dict)
     _unit: tuple[int, ...] | None = None
+    _outside: set[str] | None = None  # values that something reads that does not repeat
     _waited: frozenset[str] | None = None  # operators that the first boundary's gradient needs
     _hopes: list[tuple[float, Ahead[SplitsSolution]]] = field(default_factory=list)
 
@@ -288,8 +289,9 @@ class Bodies:
     def _begun(self, body: Body, order: float = NOW) -> _Begun:
         unit = self._unit_of(body)
         repeats = sum(place == 0 for place in unit)
-        inside = [self._is_inside(body, at, unit) for at in range(len(body.problem.variables))]
-        problem, rest_s = _weighed(body.problem, inside, repeats)
+        inside = [self._inside(body, at, unit) for at in range(len(body.problem.variables))]
+        counts = self._counts_inside(body, unit)
+        problem, rest_s = _weighed(body.problem, inside, counts, repeats)
         return _Begun(unit, rest_s, self.lanes.ahead(partial(solve_splits, problem), order))
 
     def _solve(self, body: Body) -> None:
@@ -319,13 +321,35 @@ class Bodies:
         inner_s = sum(t for t, place in zip(least, self._unit, strict=True) if place >= 0)
         return self._unit if inner_s >= MOST * sum(least) else ()
 
-    def _is_inside(self, body: Body, at: int, unit: tuple[int, ...]) -> bool:
-        """Whether a variable is of the repeating part of the chain; of any if there is none."""
+    def _inside(self, body: Body, at: int, unit: tuple[int, ...]) -> float:
+        """The share of a variable's operators in the repeating part; all of it if there is none.
+
+        The first layer of a model is often no repeat, since its input is made otherwise, and yet
+        most of its operators are decided together with those of all layers.
+        """
         group = body.structure.groups[at]
         if group.kind is not GroupKind.NODE:
-            return False
+            return 0.0
+        if not unit:
+            return 1.0
         block_of = self.analysis.chain.block_of
-        return not unit or all(unit[block_of[name]] >= 0 for name in group.members)
+        return sum(unit[block_of[name]] >= 0 for name in group.members) / len(group.members)
+
+    def _counts_inside(self, body: Body, unit: tuple[int, ...]) -> list[int]:
+        """How many values of every flow are read in the repeating part alone."""
+        flows = body.structure.flows
+        if not unit:
+            return [flow.count for flow in flows]
+        if self._outside is None:
+            block_of, keys = self.analysis.chain.block_of, self.analysis.value_keys
+            self._outside = {
+                keys.get(ref, ref)
+                for node in self.analysis.graph.nodes
+                if unit[block_of.get(node.name, 0)] < 0 or node.name not in block_of
+                for ref in node.refs()
+            }
+        outside = self._outside
+        return [sum(value not in outside for value in flow.values) for flow in flows]
 
 
 def of_step(problem: SplitsProblem, share: float) -> SplitsProblem:
@@ -411,12 +435,18 @@ def _relaxed(
 
 
 def _weighed(
-    problem: SplitsProblem, inside: list[bool], repeats: int
+    problem: SplitsProblem, inside: list[float], counts: list[int], repeats: int
 ) -> tuple[SplitsProblem, float]:
     """A body's problem in which what does not repeat hardly counts.
 
     Values between repeats are as many as repeats, less one; here they count as often as these, so
     that a whole number of units has its share.
+
+    Args:
+        problem: Of the body.
+        inside: Per variable, which share of its operators repeats.
+        counts: Per flow, how many of its values are read by what repeats alone.
+        repeats: Of the unit; 0 if all counts.
 
     Returns:
         The problem, and the most that a choice can pay for what hardly counts, unweighed, in
@@ -424,8 +454,8 @@ def _weighed(
     """
     rest_s = 0.0
     variables: list[SplitVariable] = []
-    for variable, is_inside in zip(problem.variables, inside, strict=True):
-        rests = [o.once_s if is_inside else o.time_s for o in variable.options]
+    for variable, share in zip(problem.variables, inside, strict=True):
+        rests = [o.once_s + (1 - share) * (o.time_s - o.once_s) for o in variable.options]
         rest_s += len(variable.members) * max(rests)
         options = tuple(
             replace(o, time_s=o.time_s - (1 - REST_WEIGHT) * rest)
@@ -433,19 +463,18 @@ def _weighed(
         )
         variables.append(replace(variable, options=options))
     flows: list[Flow] = []
-    for flow in problem.flows:
+    for flow, count in zip(problem.flows, counts, strict=True):
         is_once = any(r.when in (Pass.STEP, Pass.PROLOGUE) for r in flow.readers)
-        is_inside = all(inside[r.variable] for r in flow.readers) and not is_once
-        if is_inside and repeats:
-            is_inside = flow.count >= repeats - 1
-            flow = replace(flow, count=flow.count + (flow.count % repeats == repeats - 1))
-        if not is_inside:
-            most_s = max((move.time_s for move in flow.moves.values()), default=0.0)
-            rest_s += flow.count * most_s * sum(problem.weight(r.when) for r in flow.readers)
-            moves = {
-                pair: Move(REST_WEIGHT * move.time_s, move.is_shared)
-                for pair, move in flow.moves.items()
-            }
-            flow = replace(flow, moves=moves)
-        flows.append(flow)
+        is_inside = all(inside[r.variable] > 0 for r in flow.readers) and not is_once
+        if is_inside and count >= max(1, repeats - 1):
+            is_between = repeats > 0 and count % repeats == repeats - 1
+            flows.append(replace(flow, count=count + is_between))
+            continue
+        most_s = max((move.time_s for move in flow.moves.values()), default=0.0)
+        rest_s += flow.count * most_s * sum(problem.weight(r.when) for r in flow.readers)
+        moves = {
+            pair: Move(REST_WEIGHT * move.time_s, move.is_shared)
+            for pair, move in flow.moves.items()
+        }
+        flows.append(replace(flow, moves=moves))
     return replace(problem, variables=tuple(variables), flows=tuple(flows)), rest_s

@@ -69,7 +69,7 @@ class FlowShape:
     """A class of values: producer, readers, how many, shape.
 
     A fixed one must be read in the layout in which it is made; a bound one by every reader that
-    can read it so.
+    can read it so. ``values`` are their names, where operators read them.
     """
 
     group: int
@@ -79,6 +79,7 @@ class FlowShape:
     meta: TensorMeta
     is_fixed: bool = False
     is_bound: bool = False
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,7 +453,7 @@ class _Maker:
 
     def _flows(self) -> tuple[FlowShape, ...]:
         metas, nodes = self.facts.metas, self.facts.nodes
-        counts: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        values: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
         rows: dict[tuple[int, ...], tuple[Reader, ...]] = {}
         bound_values = self._bound()
         bound: set[tuple[int, int]] = set()
@@ -466,12 +467,15 @@ class _Maker:
             order = sorted(readers, key=_reader_key) if len(readers) > 1 else readers
             ids = tuple([id(r) for r in order])
             rows.setdefault(ids, tuple(order))
-            counts[(*place, ids)] = counts.get((*place, ids), 0) + 1
+            values.setdefault((*place, ids), []).append(key)
         return tuple(
-            FlowShape(group, result, count, rows[ids], meta, is_bound=(group, result) in bound)
-            for (group, result, ids), count in counts.items()
+            FlowShape(
+                group, result, len(own), rows[ids], meta,
+                is_bound=(group, result) in bound, values=tuple(own),
+            )
+            for (group, result, ids), own in values.items()
             if (meta := meta_of[group, result]) is not None
-        )
+        )  # fmt: skip
 
     @staticmethod
     def _meta(
