@@ -559,20 +559,27 @@ class MeshSearch:
 
         What a shape needs was estimated under another limit: it is tried before it is promised.
         """
-        fixed = with_degrees(self.constraints, shape.degrees)
+        known = self._analysis.under(with_degrees(self.constraints, shape.degrees))
         for percent in ROOM_PERCENT:
             limit_bytes = round_up_bytes(needed * percent // 100)
             trial = replace(
-                self, constraints=fixed, limit_bytes=limit_bytes, gives_remedy=False, analysis=None,
+                self, constraints=known.constraints, limit_bytes=limit_bytes, analysis=known,
                 progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[],
                 _begin_s=monotonic(), _mark_s=monotonic(),
             )  # fmt: skip
-            try:
-                trial.run()
-            except (InfeasibleError, ConstraintError):
-                continue
-            return limit_bytes
+            if trial._has_fit(shape):
+                return limit_bytes
         return None
+
+    def _has_fit(self, shape: Shape) -> bool:
+        """Whether a plan of a shape is found that fits; not the best one."""
+        try:
+            self.prepare()
+            with self._ranker.lanes.open():
+                found = self.open(shape, inf)
+                return found is not None and self.judge(found).fits
+        except (InfeasibleError, ConstraintError):
+            return False
 
 
 def _is_like(one: Shape, other: Shape) -> bool:
