@@ -26,6 +26,7 @@ Source: ours.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +106,8 @@ class PipelineBound:
         low = self._simple_s()
         if math.isinf(low) or self.problem.virtual > 1 or self._is_possible(low):
             return low
+        if not self._is_possible(sys.float_info.max):  # memory is short, however long it takes
+            return math.inf
         high = low
         for _ in range(MAX_DOUBLINGS):
             high *= 1.125
