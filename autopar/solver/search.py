@@ -29,7 +29,6 @@ from autopar.solver.at_work import Rankers
 from autopar.solver.candidates import (
     Shape,
     grid,
-    memory_shortfall,
     neighbours,
     plain_shapes,
     shapes,
@@ -43,13 +42,14 @@ from autopar.solver.host_room import host_shortage
 from autopar.solver.lanes import NOW
 from autopar.solver.loosen import loosened, with_fewer_copies
 from autopar.solver.master import NUM_IMPROVED, Master
+from autopar.solver.nothing_fits import PATIENCE, nothing_fits
 from autopar.solver.offload import best_place, places
 from autopar.solver.ranked import Misfit, Ranked, decisions_for
 from autopar.solver.ranking import EARLY_EFFORTS, EFFORTS, Ranker
 from autopar.solver.recut import Recut
 from autopar.solver.search_stats import SearchStats
 from autopar.solver.stage_levels import leveled, rank_given, recut
-from autopar.units import format_bytes, format_time, round_up_bytes
+from autopar.units import format_bytes, format_time
 from cost_models.base import CostModel
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 TIGHTEN_TRIES = 3
-PATIENCE = 10  # times the time limit, while nothing that fits was found
 LEAST_TRIED = 4  # shapes that are worked out whatever the clock says, until one fits
 NUM_REFINED = 2  # best shapes around which other numbers of micro-batches are tried
 NUM_LEAN_TRIED = 400  # shapes whose memory is bounded when nothing fits
-NUM_SHORTFALLS = 6  # shapes whose least memory is worked out when nothing fits
 WINDOWS = (4, 2, 1)  # blocks whose copies are under way: with one, any unevenness is waited for
-ROOM_PERCENT = (100, 105, 115, 130, 160, 200)  # of the estimated need, tried as a limit
 
 
 def solve(  # noqa: PLR0913  the whole question in one call
@@ -225,7 +222,7 @@ class MeshSearch:
         self.stats.stopped_by = master.stopped_by
         self._rankers.count(self.stats)
         if winner is None:
-            raise self._infeasible(master.verdicts)
+            raise nothing_fits(self, master.verdicts)
         verdicts = list(master.verdicts)
         if not self.is_late():
             first, winner = winner, self.loosened(winner)
@@ -495,39 +492,17 @@ class MeshSearch:
         return Outcome(ranked=ranked, decisions=decisions, figures=figures, fits=fits, host=host)
 
     # -- nothing fits --------------------------------------------------------------------------
-    def _infeasible(self, outcomes: Sequence[Outcome]) -> InfeasibleError:
-        """What is closest to fitting, and the cheapest way out."""
-        if not self.misfits and not outcomes:
-            self._open_the_leanest()
-        rows = [(o.figures.peak_bytes, o.ranked.shape) for o in outcomes if o.host is None]
-        hosts = [o.host.shortfall(o.ranked.shape) for o in outcomes if o.host is not None]
-        nearest = sorted(self.misfits, key=lambda m: (m.least_bytes, str(m.shape)))
-        rows += [(m.needed_bytes(), m.shape) for m in nearest[:NUM_SHORTFALLS]]
-        rows = sorted(rows, key=lambda row: (row[0], str(row[1])))[:3]
-        limit = format_bytes(self.limit_bytes)
-        text = f"no plan fits {self.cluster} with {limit} per device"
-        if self.stats.stopped_by == "time":
-            times = "" if self.ranked else f"{PATIENCE} times "
-            text = (
-                f"no plan for {self.cluster} with {limit} per device was found in {times}"
-                f"the time limit of {self.time_limit_s:g} s: {self.stats.num_ranked} shapes were "
-                "worked out and none fits; raise the time limit"
-            )
-        elif self.stats.stopped_by:
-            text = (
-                f"none of the {self.stats.num_ranked} most promising shapes of a plan fits "
-                f"{self.cluster} with {limit} per device"
-            )
-        if not rows and self.errors:
-            text = f"no plan is possible: {self.errors[0]}"
-        remedy = self._remedy(*rows[0]) if rows and self.gives_remedy else ""
-        shortfalls = [
-            memory_shortfall(shape, needed, self.limit_bytes, remedy) for needed, shape in rows
-        ]
-        shortfalls += hosts[: NUM_SHORTFALLS - len(shortfalls)]
-        return InfeasibleError(text, tuple(shortfalls), num_tried=self.stats.num_ranked)
+    @property
+    def stopped_by(self) -> str:
+        """Which limit ended the search: ``""``, ``"work"`` or ``"time"``."""
+        return self.stats.stopped_by
 
-    def _open_the_leanest(self) -> None:
+    @property
+    def num_tried(self) -> int:
+        """Shapes that were worked out."""
+        return self.stats.num_ranked
+
+    def open_the_leanest(self, most: int) -> None:
         """Work out some shapes that bounds had excluded, those that need the least memory first."""
         found: list[tuple[int, str, Shape]] = []
         for shape in list(self._leanest.values())[:NUM_LEAN_TRIED]:
@@ -535,49 +510,22 @@ class MeshSearch:
                 found.append((self._rankers.of(shape).least_bytes(shape), str(shape), shape))
             except (ShardingError, ConstraintError) as error:
                 self.errors.append(f"{shape}: {error}")
-        for _, _, shape in sorted(found)[:NUM_SHORTFALLS]:
+        for _, _, shape in sorted(found)[:most]:
             self.open(shape, inf)
 
-    def _remedy(self, needed: int, shape: Shape) -> str:
-        wish = self.constraints
-        if wish.recompute in ("none", "selective"):
-            return f"allow recompute (now {wish.recompute!r})"
-        if wish.zero in (0, 1, 2) and shape.mesh.dp > 1:
-            return f"allow zero=3 (now {wish.zero})"
-        if isinstance(wish.zero, tuple) and min(wish.zero) < 3:
-            return f"allow zero=3 in every stage (now {list(wish.zero)})"
-        for name in ("tp", "pp", "num_microbatches"):
-            if getattr(wish, name) is not None:
-                return f"free {name} (now {getattr(wish, name)})"
-        enough = self._enough(needed, shape)
-        if enough is None:
-            return "use more devices, or devices with more memory"
-        return f"a plan fits {format_bytes(enough)} per device; use such devices, or more of them"
-
-    def _enough(self, needed: int, shape: Shape) -> int | None:
-        """Bytes per device, a number that reads exactly so, for which a plan of ``shape`` exists.
-
-        What a shape needs was estimated under another limit: it is tried before it is promised.
-        """
+    def has_fit(self, shape: Shape, limit_bytes: int) -> bool:
+        """Whether a plan of a shape is found that fits another limit; not the best one."""
         known = self._analysis.under(with_degrees(self.constraints, shape.degrees))
-        for percent in ROOM_PERCENT:
-            limit_bytes = round_up_bytes(needed * percent // 100)
-            trial = replace(
-                self, constraints=known.constraints, limit_bytes=limit_bytes, analysis=known,
-                progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[],
-                _begin_s=monotonic(), _mark_s=monotonic(),
-            )  # fmt: skip
-            if trial._has_fit(shape):
-                return limit_bytes
-        return None
-
-    def _has_fit(self, shape: Shape) -> bool:
-        """Whether a plan of a shape is found that fits; not the best one."""
+        trial = replace(
+            self, constraints=known.constraints, limit_bytes=limit_bytes, analysis=known,
+            progress=_silent, stats=SearchStats(), ranked=[], misfits=[], errors=[],
+            _begin_s=monotonic(), _mark_s=monotonic(),
+        )  # fmt: skip
         try:
-            self.prepare()
-            with self._ranker.lanes.open():
-                found = self.open(shape, inf)
-                return found is not None and self.judge(found).fits
+            trial.prepare()
+            with trial._rankers.lanes.open():
+                found = trial.open(shape, inf)
+                return found is not None and trial.judge(found).fits
         except (InfeasibleError, ConstraintError):
             return False
 
