@@ -11,10 +11,11 @@ Ranks are numbered machine by machine.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from autopar.cluster.device import Device, DeviceKind
 from autopar.errors import ConfigError
@@ -246,9 +247,10 @@ class Cluster:
 
     def slowest_device(self, ranks: Sequence[int], dtype: str = "bfloat16") -> Device:
         """The device of ``ranks`` that computes slowest in ``dtype``."""
-        devices = {self.machine_of(r): self.device_of(r) for r in ranks}
+        ends = list(accumulate(m.num_devices for m in self.machines))
+        used = {bisect_right(ends, r) if 0 <= r < ends[-1] else self.machine_of(r) for r in ranks}
         return min(
-            devices.values(),
+            (self.machines[index].device for index in sorted(used)),
             key=lambda d: (d.peak_flops_for(dtype), d.memory_bandwidth_bytes_per_s, d.name),
         )
 

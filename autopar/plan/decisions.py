@@ -25,11 +25,12 @@ def parse_choice(text: str) -> Choice:
 
 def splits_text(choices: Mapping[str, Mapping[str, Choice]]) -> dict[str, dict[str, str]]:
     """Choices by axis as texts, empty axes left out."""
-    return {
-        axis: {name: choice_text(c) for name, c in table.items()}
-        for axis, table in choices.items()
-        if table
-    }
+    found: dict[str, dict[str, str]] = {}
+    for axis, table in choices.items():
+        if table:
+            texts = {id(c): choice_text(c) for c in {id(c): c for c in table.values()}.values()}
+            found[axis] = {name: texts[id(c)] for name, c in table.items()}
+    return found
 
 
 def refuse_pipelines(plan: Plan) -> None:

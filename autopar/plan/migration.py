@@ -18,7 +18,8 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
+from operator import add
 
 from autopar.cluster import Cluster
 from autopar.errors import ConfigError, PlanError
@@ -77,42 +78,59 @@ class _Traffic:
     cluster: Cluster
     kept: int = 0
     lost: int = 0
-    received: dict[tuple[int, bool], int] = field(default_factory=dict)
-    sent: dict[tuple[int, bool], int] = field(default_factory=dict)
     machines: list[int] = field(init=False)  # by rank
+    received: tuple[list[int], list[int]] = field(init=False)  # inside, between; by rank
+    sent: tuple[list[int], list[int]] = field(init=False)
     loads: list[int] = field(init=False)  # by rank, all that it sends
+    _known: dict[tuple[tuple[int, ...], ...], _Cells] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machines = [
             index for index, m in enumerate(self.cluster.machines) for _ in range(m.num_devices)
         ]
-        self.loads = [0] * len(self.machines)
+        count = len(self.machines)
+        self.received, self.sent = ([0] * count, [0] * count), ([0] * count, [0] * count)
+        self.loads = [0] * count
 
     def nearest(self, sources: Sequence[int], rank: int) -> int:
-        """A holder on the rank's own machine if there is one; of those the least busy."""
-        machines, loads = self.machines, self.loads
-        own = machines[rank]
-        best = sources[0]
-        least = (machines[best] != own, loads[best], best)
-        for source in sources[1:]:
-            key = (machines[source] != own, loads[source], source)
-            if key < least:
-                best, least = source, key
-        return best
+        """A holder on the rank's own machine if there is one; of those the least busy.
+
+        Args:
+            sources: Holders, in order.
+            rank: Who receives.
+        """
+        own = self.machines[rank]
+        beside = [source for source in sources if self.machines[source] == own]
+        return min(beside or sources, key=self.loads.__getitem__)
 
     def carry(self, source: int, target: int, amount: int) -> None:
         between = self.machines[source] != self.machines[target]
         self.loads[source] += amount
-        for table, rank in ((self.sent, source), (self.received, target)):
-            table[rank, between] = table.get((rank, between), 0) + amount
+        self.sent[between][source] += amount
+        self.received[between][target] += amount
+
+    def cells(
+        self,
+        meta: TensorMeta,
+        have: Sequence[Mapping[int, Box]],
+        want: Sequence[Mapping[int, Box]],
+    ) -> _Cells:
+        """A tensor cut along the boundaries of all that is held; tensors cut alike share it."""
+        boxes = {box for row in (*have, *want) for box in row.values()}
+        sides = zip(*boxes, strict=True) if boxes else ((),) * len(meta.shape)
+        cuts = tuple(
+            tuple(sorted({0, size, *chain.from_iterable(side)}))
+            for side, size in zip(sides, meta.shape, strict=True)
+        )
+        return self._known.setdefault(cuts, _Cells(cuts))
 
     def seconds(self) -> float:
         slowest_s = 0.0
-        for rank in {r for r, _ in (*self.sent, *self.received)}:
-            machine = self.cluster.machines[self.machines[rank]]
+        for rank, index in enumerate(self.machines):
+            machine = self.cluster.machines[index]
             time_s = 0.0
             for between, link in ((False, machine.intra), (True, machine.inter)):
-                out, back = self.sent.get((rank, between), 0), self.received.get((rank, between), 0)
+                out, back = self.sent[between][rank], self.received[between][rank]
                 if out or back:
                     time_s += link.time_s(max(out, back))
             slowest_s = max(slowest_s, time_s)
@@ -186,7 +204,7 @@ def migration(
     return Migration(
         kept_bytes=traffic.kept,
         moved_bytes=sum(received.values()),
-        between_bytes=sum(n for (_, between), n in traffic.received.items() if between),
+        between_bytes=sum(traffic.received[True]),
         lost_bytes=traffic.lost,
         received_bytes=received,
         sent_bytes=sent,
@@ -205,11 +223,34 @@ def _element_bytes(meta: TensorMeta, state_bytes: int) -> float:
     return (meta.bytes + state_bytes) / max(1, meta.numel)
 
 
-def _by_rank(table: Mapping[tuple[int, bool], int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for (rank, _), amount in sorted(table.items()):
-        found[rank] = found.get(rank, 0) + amount
-    return found
+def _by_rank(tables: tuple[list[int], list[int]]) -> dict[int, int]:
+    """Bytes inside and between machines together, of ranks that have any."""
+    sums = map(add, *tables)
+    return {rank: amount for rank, amount in enumerate(sums) if amount}
+
+
+@dataclass(slots=True)
+class _Cells:
+    """Cells of boxes that are cut at the same places; a cell is told by a number.
+
+    Attributes:
+        cuts: By dim, where boxes begin and end.
+    """
+
+    cuts: tuple[tuple[int, ...], ...]
+    _numbers: dict[Box, int] = field(default_factory=dict)
+    _of: dict[Box, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def of(self, box: Box) -> list[tuple[int, int]]:
+        """Cells of a box, with their elements."""
+        found = self._of.get(box)
+        if found is None:
+            numbers = self._numbers
+            found = self._of[box] = [
+                (numbers.setdefault(cell, len(numbers)), volume(cell))
+                for cell in _cells(box, self.cuts)
+            ]
+        return found
 
 
 def _travel(
@@ -220,37 +261,22 @@ def _travel(
     weight: float,
 ) -> int:
     """Account for one tensor; the elements that travel or are lost, all receivers together."""
-    sides: list[set[tuple[int, int]]] = [set() for _ in meta.shape]
-    for row in (*have, *want):
-        for box in set(row.values()):
-            for side, interval in zip(sides, box, strict=True):
-                side.add(interval)
-    cuts = [
-        sorted({0, size, *(at for interval in side for at in interval)})
-        for side, size in zip(sides, meta.shape, strict=True)
-    ]
-    known: dict[Box, list[tuple[Box, int]]] = {}  # cells of a box, with their elements
-
-    def cells(box: Box) -> list[tuple[Box, int]]:
-        found = known.get(box)
-        if found is None:
-            found = known[box] = [(cell, volume(cell)) for cell in _cells(box, cuts)]
-        return found
-
-    holders: dict[Box, list[int]] = {}
-    own: dict[int, list[Box]] = {}
+    cells = traffic.cells(meta, have, want)
+    ranks: dict[int, set[int]] = {}  # by cell, who holds it
     for row in have:
         for rank, box in row.items():
-            own.setdefault(rank, []).append(box)
-            for cell, _ in cells(box):
-                holders.setdefault(cell, []).append(rank)
+            for cell, _ in cells.of(box):
+                ranks.setdefault(cell, set()).add(rank)
+    holders = {cell: sorted(found) for cell, found in ranks.items()}
+    amounts: dict[int, int] = {}  # bytes by elements
     moved = 0
     for row in want:
         for rank, box in sorted(row.items()):
-            mine = own.get(rank, ())
-            for cell, elements in cells(box):
-                amount = round(elements * weight)
-                if any(_contains(outer, cell) for outer in mine):
+            for cell, elements in cells.of(box):
+                amount = amounts.get(elements)
+                if amount is None:
+                    amount = amounts[elements] = round(elements * weight)
+                if rank in ranks.get(cell, ()):
                     traffic.kept += amount
                     continue
                 moved += elements
@@ -270,7 +296,3 @@ def _cells(box: Box, cuts: Sequence[Sequence[int]]) -> list[Box]:
         inside = points[bisect_left(points, low) : bisect_right(points, high)]
         intervals.append(list(pairwise(inside)))
     return list(product(*intervals))
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))

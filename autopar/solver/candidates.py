@@ -94,7 +94,7 @@ def _whole_degrees(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
     """``dp, tp, pp`` of meshes that use all devices, or one of the smaller numbers of them."""
     wish, cluster = analysis.constraints, analysis.cluster
     for used in _used_counts(cluster, wish):
-        for tp in _degrees(wish.tp, _tp_choices(cluster, used)):
+        for tp in _tp_choices(cluster, used) if wish.tp is None else (wish.tp,):
             for pp in _pipeline_sizes(analysis, used):
                 if used % (tp * pp) and wish.dp is None:
                     continue
@@ -118,7 +118,7 @@ def _most_degrees(analysis: Analysis) -> Iterator[tuple[int, int, int]]:
     if wish.dp is not None:
         return
     sizes = [d for d in range(min(total, batch), 0, -1) if batch % d == 0]
-    for tp in _degrees(wish.tp, _tp_choices(cluster, total)):
+    for tp in _tp_choices(cluster, total) if wish.tp is None else (wish.tp,):
         best: dict[int, tuple[int, int, int]] = {}  # by doublings of pp: used, -pp, dp
         for pp in _pipeline_sizes(analysis, total):
             room = total // (tp * pp)
@@ -139,7 +139,9 @@ def _pipeline_sizes(analysis: Analysis, most: int) -> Sequence[int]:
     """Numbers of pipeline ranks, up to so many."""
     wish = analysis.constraints
     fixed = wish.pp if wish.warmup is None else len(wish.warmup)
-    return _degrees(fixed, _stage_counts(analysis, min(most, len(analysis.chain.blocks))))
+    if fixed is not None:
+        return (fixed,)
+    return _stage_counts(analysis, min(most, len(analysis.chain.blocks)))
 
 
 def _is_wanted(analysis: Analysis, mesh: MeshShape) -> bool:
