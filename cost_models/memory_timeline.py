@@ -450,7 +450,7 @@ class _Device:
         """The first point of the most bytes, each action a second long."""
         state = {"params": 0, "grads": 0, "saved": 0, "waiting": 0}
         now = most = self.lasting.total_bytes
-        found = MemoryPoint(0.0, self.lasting)
+        found: tuple[int, bool, int, ProgramMemory | None, dict[str, int]] | None = None
         passes: dict[tuple[int, ActionKind], tuple[int, int, int] | None] = {}
         for at, action in enumerate(actions):
             key = (action.stage, action.kind)
@@ -472,14 +472,16 @@ class _Device:
                 inside = 0 if program is None else max(0, program.timeline[moment])
                 if now + inside > most:
                     most = now + inside
-                    parts = self._parts(state)
-                    second = float(at + is_end)
-                    found = MemoryPoint(second, parts, None if is_end else action)
-                    if program is not None and inside > 0:
-                        parts = replace(parts, transient_bytes=parts.transient_bytes + inside)
-                        second += program.shares()[moment]
-                        found = MemoryPoint(second, parts, action, program, moment)
-        return found
+                    found = at, is_end, inside, program, dict(state)
+        if found is None:
+            return MemoryPoint(0.0, self.lasting)
+        at, is_end, inside, program, state = found
+        parts, second, action = self._parts(state), float(at + is_end), actions[at]
+        if program is None or inside == 0:
+            return MemoryPoint(second, parts, None if is_end else action)
+        moment = program.peak_moment
+        parts = replace(parts, transient_bytes=parts.transient_bytes + inside)
+        return MemoryPoint(second + program.shares()[moment], parts, action, program, moment)
 
     def _pass(self, stage: int, kind: ActionKind) -> tuple[int, int, int] | None:
         """Saved bytes at the start of an action, its most beyond, saved bytes at its end.

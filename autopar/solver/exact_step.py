@@ -17,7 +17,7 @@ from autopar.plan.order_codes import CODED_KINDS
 from autopar.plan.orders import codes_of, order_of, receives_ahead
 from autopar.plan.schedule import ActionLists, Edge, Order, action_lists, decoded
 from autopar.plan.types import MeshShape, ScheduleKind
-from autopar.solver.order_times import ends_of
+from autopar.solver.order_times import ends_of, settled_count
 from autopar.solver.step_rows import GATHER, NUM_THINGS, REDUCE, StepRow, step_rows
 from cost_models.simulate import Simulation, StageSeconds, simulate
 
@@ -63,11 +63,13 @@ class ExactStep:
     def memory_lists(self) -> Sequence[Sequence[Action]]:
         """The same for those who count bytes, whose actions need no micro-batches.
 
-        What every rank holds at a moment follows from how often it has done what.
+        What every rank holds at a moment follows from how often it has done what, and repeats
+        itself: so few micro-batches are listed as all moments of the step need.
         """
         if self.kind is ScheduleKind.FORWARD or max(self.zero_levels, default=0) >= 2:
             return self.rank_lists()
-        order = step_rows(self.kind, self.mesh, self.num_microbatches, self.warmup)
+        count = settled_count(self.kind, self.mesh, self.num_microbatches, self.warmup)
+        order = step_rows(self.kind, self.mesh, count, self.warmup)
         return [_actions(row) for row in order.rows]
 
     def rank_list(self, rank: int) -> Sequence[Action]:
