@@ -31,7 +31,7 @@ from autopar.solver.parameter_costs import Owners, ParameterCost, owners_of, par
 from autopar.solver.prices import PriceList
 from autopar.solver.recompute import MENU_SIZE, MenuPoint, menu_of, recompute_menu
 from autopar.solver.recompute_blocks import BlockLocalizer
-from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes
+from autopar.solver.recompute_problem import RecomputeProblem, figures, held_bytes, left_bytes
 from autopar.solver.splits import tp_choices
 from autopar.solver.splits_problem import Pass, SplitOption, SplitsProblem
 from autopar.solver.splits_structure import GroupKind, SplitsStructure
@@ -491,7 +491,7 @@ class _Table:
         spare = self.localizer.spares[block]
         points = self._points(problem, block, word)
         common = self._sum_bytes(self.localizer.common) if block == 0 else 0
-        options, remade, away = [], {}, {}
+        left, options, remade, away = left_bytes(problem), [], {}, {}
         for name, point in zip(option_names(points, word), points, strict=True):
             found = point.figures
             remade[name], away[name] = point.groups, point.offload
@@ -508,6 +508,7 @@ class _Table:
                     weight_s=cost.weight_s,
                     held_bytes=held_bytes(problem, found.remade),
                     host_bytes=found.host_bytes,
+                    left_bytes=left,
                 )
             )
         sizes = [o.saved_bytes + o.host_bytes for o in options]

@@ -4,9 +4,10 @@ Shapes with the same ``tp`` and as many samples in a rank's micro-batch have the
 micro-batch, so that splits, prices and menus of the running plan serve them all; only how many
 ranks stand side by side, how many stages there are and in which order they run differs. Of each
 number of pipeline ranks that fits, the most data ranks that divide the batch are tried, whether
-devices stay idle or not. Steps of many more computes than the old one's are left out. Bounds are
-sharpened; the old shape with as many data ranks as are left is opened, then the best few whose
-outlook is better. The best of these is cut better and judged, and so is the old shape.
+devices stay idle or not. Steps of many more computes than the old one's are left out. The old shape
+with as many data ranks as are left is worked out, then a few that closed forms of their steps
+promise to be good (:mod:`autopar.solver.near_order`). The best of these is cut better and judged,
+and so is the old shape.
 
 All limits are of work. What was not searched is told by two numbers: no shape near the old one is
 faster than ``near_bound_s``, none at all faster than the plan's ``bound_s``.
@@ -14,7 +15,7 @@ faster than ``near_bound_s``, none at all faster than the plan's ``bound_s``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
@@ -23,16 +24,21 @@ from autopar.plan.types import MeshShape, Plan
 from autopar.solver.analysis import Analysis
 from autopar.solver.assemble import Field, Outcome, assemble_plan
 from autopar.solver.candidates import Shape, shapes
+from autopar.solver.near_order import Tried, guesses_s, promising, siblings
 from autopar.solver.ranked import Ranked
+from autopar.solver.schedule_choice import sampled_counts
 from autopar.solver.search import MeshSearch
+from autopar.solver.stages_problem import left_beside_bytes
 
 NUM_BOUNDED = 32  # shapes whose bounds are sharpened
-NUM_OPENED = 10  # shapes that are worked out, the old one left out
-NUM_GUESSED = 24  # shapes whose outlook is asked for
+NUM_OPENED = 16  # shapes that are worked out
+ALIKE = 1.005  # guesses that differ by less are equal
+NUM_SIBLINGS = 1  # with other numbers of pipeline ranks than the best
 SPARE = 0.03  # share of the memory that estimates leave empty
 MAX_TRIALS = 40  # cuts of a shape that is judged
+MAX_THINGS = 400_000  # computes of all of their steps that are run, about
 MOST_LONGER = 4  # times the computes of the old step
-NUM_JUDGED = 2  # of them, until one fits
+NUM_JUDGED = 2  # of them, until one fits and the next is not likely to be better
 SHARP = 3  # effort of a bound that uses the splits that are known
 
 
@@ -81,36 +87,15 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
         raise ConstraintError(f"no shape near {old.mesh} is possible on {analysis.cluster}")
     quick = {shape: search.bound_s(shape, 0, inf) for shape in (*near, *shapes(analysis))}
     kept = _kept(near, old.mesh)
-    order = sorted(near, key=lambda s: (quick[s], str(s)))
-    bounds = {s: quick[s] for s in order if isfinite(quick[s])}
-    for shape in [s for s in order if s in bounds][:NUM_BOUNDED]:
-        bounds[shape] = max(bounds[shape], search.bound_s(shape, SHARP, inf))
-    opened: dict[Shape, Ranked] = {}
-    best_s = inf
-    todo = sorted(bounds, key=lambda s: (bounds[s], quick[s], str(s)))
-    num_opened = num_guessed = 0
-    if kept is not None and kept in bounds:  # first: a plan that is known saves the rest work
-        todo.insert(0, kept)
-    for shape in dict.fromkeys(todo):
-        if bounds[shape] >= best_s or num_opened > NUM_OPENED or not isfinite(bounds[shape]):
-            break
-        if isfinite(best_s):
-            if num_guessed == NUM_GUESSED:
-                break
-            num_guessed += 1
-            if search.outlook_s(shape, best_s, _levels(search, shape, old)) >= best_s:
-                continue
-        num_opened += 1
-        found = _opened(search, shape, old, best_s)
-        if found is not None:
-            opened[shape] = found
-            best_s = min(best_s, found.estimate_s)
+    bounds = {shape: quick[shape] for shape in near if isfinite(quick[shape])}
+    opened, tried = _worked_out(search, old, kept, bounds)
+    _sharpen(search, bounds, tried.best_s)
     verdicts = _judged(search, opened, kept)
     fitting = [v for v in verdicts.values() if v.fits]
     if not fitting:
         raise InfeasibleError(f"no shape near {old.mesh} fits {analysis.cluster}", ())
     near_bound_s = min(min(bounds.values()), *(v.step_s for v in fitting))
-    field = Field(
+    field_ = Field(
         outcomes=list(verdicts.values()),
         ranked=sorted(search.ranked, key=search.preference),
         misfits=(),
@@ -121,22 +106,98 @@ def near_answer(search: MeshSearch, old: Plan) -> NearAnswer:
     )
 
     def made(outcome: Outcome) -> Plan:
-        return assemble_plan(analysis, outcome, field, model_hash=search.model_hash)
+        return assemble_plan(analysis, outcome, field_, model_hash=search.model_hash)
 
     staying = None if kept is None else verdicts.get(kept)
     return NearAnswer(
         plan=made(min(fitting, key=lambda v: v.step_s)),
         stay=made(staying) if staying is not None and staying.fits else None,
         num_near=len(near),
-        num_opened=num_opened,
+        num_opened=tried.num,
         near_bound_s=near_bound_s,
     )
 
 
-def _opened(search: MeshSearch, shape: Shape, old: Plan, best_s: float) -> Ranked | None:
-    """A shape at the old ZeRO levels; at all of them while nothing is known to fit."""
-    found = search.open(shape, best_s, _levels(search, shape, old))
-    return found if found is not None or isfinite(best_s) else search.open(shape, best_s)
+def _worked_out(
+    search: MeshSearch, old: Plan, kept: Shape | None, bounds: Mapping[Shape, float]
+) -> tuple[dict[Shape, Ranked], Tried]:
+    """Shapes that were worked out and are likely to fit, or those that may if no others are.
+
+    Args:
+        search: Of the new cluster.
+        old: The plan that runs.
+        kept: The old shape on what is left.
+        bounds: Shapes near the old one with lower bounds.
+    """
+    guesses = guesses_s(search.prepared, tuple(bounds))
+    opened: dict[Shape, Ranked] = {}
+    doubtful: dict[Shape, Ranked] = {}
+    tried = Tried()
+
+    def work_out(shape: Shape) -> None:
+        if bounds[shape] >= tried.best_s or tried.is_vain(shape, guesses[shape]):
+            return
+        found = search.open(shape, tried.best_s, _levels(search, shape, old))
+        if found is None and not isfinite(tried.best_s):
+            found = search.open(shape, tried.best_s)  # nothing is known to fit: at any level
+        fitted = None if found is None else _fitted(search, found)
+        tried.learn(shape, guesses[shape], found, fitted)
+        if fitted is not None:
+            opened[shape] = fitted
+        elif found is not None:
+            doubtful[shape] = found
+
+    if kept is not None and kept in bounds:  # first: a plan that is known saves the rest work
+        work_out(kept)
+    seen = {kept}
+    for alike in (ALIKE, inf):  # with more pipeline ranks where nothing fits
+        for shape in promising(guesses, old.mesh.dp, alike):
+            if shape not in seen and tried.num < NUM_OPENED and not (opened and alike == inf):
+                seen.add(shape)
+                work_out(shape)
+    best = min(opened, key=lambda s: search.preference(opened[s]), default=kept)
+    for shape in [s for s in siblings(best, guesses) if s not in seen][:NUM_SIBLINGS]:
+        work_out(shape)
+    return opened or doubtful, tried
+
+
+def _sharpen(search: MeshSearch, bounds: dict[Shape, float], best_s: float) -> None:
+    """Sharpen the least bounds, where few are below what is known: the least of all counts."""
+    if sum(bound_s < best_s for bound_s in bounds.values()) > NUM_BOUNDED:
+        return
+    sharp: set[Shape] = set()
+    while bounds:
+        least = min(bounds, key=lambda s: (bounds[s], str(s)))
+        if least in sharp or bounds[least] >= best_s:
+            return
+        sharp.add(least)
+        bounds[least] = max(bounds[least], search.bound_s(least, SHARP, inf))
+
+
+def _fitted(search: MeshSearch, found: Ranked) -> Ranked | None:
+    """A shape that was opened, with what its estimate leaves out; None if that does not fit."""
+    for room in _rooms(search, found):
+        if max(found.stages.memory_bytes) <= room:
+            return found
+        tighter = search.moved(found, room, 0)
+        if tighter is not found:
+            return tighter
+    return None
+
+
+def _rooms(search: MeshSearch, ranked: Ranked) -> tuple[int, int]:
+    """Bytes of a device for what is estimated: at least, and at most.
+
+    Estimates take block by block. The backward of a block runs beside what those of later blocks of
+    its stage have left, and each stage has room for a message that comes and for one that goes, in
+    both directions.
+    """
+    stages, mesh = ranked.stages, ranked.shape.mesh
+    least, most = left_beside_bytes(ranked.stage_problem, stages.starts, stages.options)
+    message = max((there + back for there, back in ranked.table.boundary_bytes), default=0)
+    messages, spare = 2 * mesh.virtual * message * (mesh.pp > 1), int(search.limit_bytes * SPARE)
+    limit = search.limit_bytes
+    return limit - max(spare, most + messages), limit - max(spare, least + messages)
 
 
 def _levels(search: MeshSearch, shape: Shape, old: Plan) -> tuple[int, ...]:
@@ -151,33 +212,30 @@ def _judged(
     """Verdicts on the best shapes, the old one included."""
     order = sorted(opened, key=lambda s: search.preference(opened[s]))
     verdicts: dict[Shape, Outcome] = {}
-    num_fitting, spare = 0, int(search.limit_bytes * SPARE)
-    for shape in order:
-        if num_fitting >= 1 or len(verdicts) >= NUM_JUDGED:
-            break
-        verdicts[shape], spare = _verdict(search, opened[shape], spare)
-        num_fitting += verdicts[shape].fits
+    best_s = inf
+    for shape in order[:NUM_JUDGED]:
+        if opened[shape].estimate_s >= best_s:
+            break  # of what the first was flattered by the next may be better
+        verdicts[shape] = _verdict(search, opened[shape], _num_trials(opened[shape]))
+        if verdicts[shape].fits:
+            best_s = min(best_s, verdicts[shape].step_s)
     if kept is not None and kept in opened and kept not in verdicts:
-        verdicts[kept], _ = _verdict(search, opened[kept], spare)
+        verdicts[kept] = _verdict(search, opened[kept], 0)
     return verdicts
 
 
-def _verdict(search: MeshSearch, ranked: Ranked, spare: int) -> tuple[Outcome, int]:
+def _verdict(search: MeshSearch, ranked: Ranked, max_trials: int) -> Outcome:
     """A shape with blocks moved, judged; once more under a tighter limit if it exceeds the real.
-
-    Estimates are a little too small where many stages share a device: some room is left. By how
-    much is about the same in all shapes, whose micro-batches are alike.
 
     Args:
         search: Of the new cluster.
         ranked: A shape that was opened.
-        spare: Bytes of the limit that are left empty at first.
-
-    Returns:
-        The verdict, and the bytes to spare in the next shape.
+        max_trials: Cuts that are run.
     """
-    limit = search.limit_bytes - spare
-    ranked = search.moved(ranked, limit, MAX_TRIALS)
+    limit = ranked.stage_problem.limit_bytes
+    if limit == search.limit_bytes:
+        limit, _ = _rooms(search, ranked)
+    ranked = search.moved(ranked, limit, max_trials)
     outcome = search.evaluated(ranked)
     excess = max(
         real - estimate
@@ -185,13 +243,19 @@ def _verdict(search: MeshSearch, ranked: Ranked, spare: int) -> tuple[Outcome, i
             outcome.figures.rank_bytes, ranked.stages.memory_bytes, strict=True
         )
     )
-    if outcome.fits or not 0 < excess < limit:
-        return outcome, spare
-    tighter = search.moved(ranked, limit - excess, MAX_TRIALS)
+    if outcome.fits or not 0 < excess < search.limit_bytes:
+        return outcome
+    tighter = search.moved(ranked, min(limit, search.limit_bytes - excess), max_trials)
     if tighter is ranked:  # nothing fits a tighter limit
-        return outcome, spare
-    again = search.evaluated(tighter)
-    return again, spare + excess if again.fits else spare
+        return outcome
+    return search.evaluated(tighter)
+
+
+def _num_trials(ranked: Ranked) -> int:
+    """Cuts that are run: a few of long steps."""
+    problem = ranked.stage_problem
+    count = sum(n for n, _ in sampled_counts(problem, ranked.shape.warmup))
+    return min(MAX_TRIALS, MAX_THINGS // (2 * problem.num_stages * count))
 
 
 def _kept(near: tuple[Shape, ...], mesh: MeshShape) -> Shape | None:

@@ -241,6 +241,17 @@ def held_bytes(problem: RecomputeProblem, choice: Collection[int]) -> int:
     return sum((problem.storage_bytes if s in made else problem.kept_bytes)[s] for s in held)
 
 
+def left_bytes(problem: RecomputeProblem) -> int:
+    """Bytes that a block's backward makes for no other block: gradients of weights.
+
+    They are there until the backward of the whole stage is done.
+    """
+    ops, sent = problem.ops, {s for r in problem.sent_roots for s in problem.holds(r)}
+    made = {s for op in ops if op.is_backward for s in op.makes} - sent
+    left = {s for root in problem.backward_roots for s in problem.holds(root)} & made
+    return sum(problem.storage_bytes[s] for s in left)
+
+
 def _ancestors(problem: RecomputeProblem, roots: Iterable[int], within: set[int]) -> set[int]:
     """Those of some operators that ``roots`` depend on through them."""
     found: set[int] = set()

@@ -120,7 +120,12 @@ class Recut:
         begun = [choice for choice in map(self._choice, starts) if choice is not None]
         begun = nsmallest(MOST_STARTS, begun, key=lambda c: c.time_s)
         found = min(map(self._improved, begun), key=lambda c: c.time_s, default=None)
-        return None if found is None else self._solution(found)
+        return None if found is None else self._solution(found.starts, found.picks)
+
+    def fitted(self, starts: Starts) -> StageSolution | None:
+        """Given cuts with the options that make them fit; None if they can't. Nothing is run."""
+        picks = self._picks(starts)
+        return None if picks is None else self._solution(starts, picks)
 
     def _improved(self, best: _Choice) -> _Choice:
         trials, moved = 1, self.problem.fixed_starts is None
@@ -138,23 +143,23 @@ class Recut:
                     break
         return best
 
-    def _solution(self, choice: _Choice) -> StageSolution:
+    def _solution(self, starts: Starts, picks: _Picks) -> StageSolution:
         problem = self.problem
         options = [0] * len(problem.blocks)
-        for stage, (low, high) in enumerate(bounds(choice.starts, len(options))):
+        for stage, (low, high) in enumerate(bounds(starts, len(options))):
             left = [
                 [o for o in reversed(range(len(row))) for _ in range(row[o])]
-                for row in choice.picks[stage]
+                for row in picks[stage]
             ]
             for i in range(low, high):
                 options[i] = left[self._kind[i]].pop(0)
         chosen = tuple(options)
         return StageSolution(
-            starts=choice.starts,
+            starts=starts,
             options=chosen,
-            objective_s=surrogate_s(problem, choice.starts, chosen),
+            objective_s=surrogate_s(problem, starts, chosen),
             bound_s=0.0,
-            memory_bytes=memory_bytes(problem, choice.starts, chosen),
+            memory_bytes=memory_bytes(problem, starts, chosen),
             is_optimal=False,
         )
 
@@ -196,7 +201,20 @@ class Recut:
 
     # -- one choice ----------------------------------------------------------------------------
     def _choice(self, starts: Starts) -> _Choice | None:
-        """Given cuts with the options that make them fit; None if they can't."""
+        """Given cuts with the options that make them fit, run; None if they can't."""
+        picks = self._picks(starts)
+        if picks is None:
+            return None
+        runs = bounds(starts, len(self.problem.blocks))
+        seconds = self._seconds(starts, picks)
+        ends_s = self._graph.ends_s(seconds)
+        time_s = sum(weight * s for (_, weight), s in zip(self._sampled, ends_s, strict=True))
+        update = [self._sums.update[high] - self._sums.update[low] for low, high in runs]
+        ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
+        return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))
+
+    def _picks(self, starts: Starts) -> _Picks | None:
+        """Options of all stages that fit; None if there are none."""
         picks: _Picks = [[] for _ in range(self.problem.num_stages)]
         runs = bounds(starts, len(self.problem.blocks))
         for device in range(self.problem.pp):
@@ -212,12 +230,7 @@ class Recut:
                 return None
             for s, row in zip(stages, fitted, strict=True):
                 picks[s] = row
-        seconds = self._seconds(starts, picks)
-        ends_s = self._graph.ends_s(seconds)
-        time_s = sum(weight * s for (_, weight), s in zip(self._sampled, ends_s, strict=True))
-        update = [self._sums.update[high] - self._sums.update[low] for low, high in runs]
-        ranks = (self.problem.stages_of(d) for d in range(self.problem.pp))
-        return _Choice(starts, picks, time_s + max(sum(update[s] for s in row) for row in ranks))
+        return picks
 
     def _fitted(
         self, device: int, runs: Sequence[tuple[int, int]], counts: Sequence[int]

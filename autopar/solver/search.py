@@ -377,10 +377,11 @@ class MeshSearch:
         Args:
             candidate: A shape that was opened.
             limit_bytes: Memory of a device.
-            max_trials: Choices that are run, at most.
+            max_trials: Choices that are run, at most; with none the cuts stay.
         """
         problem = replace(candidate.stage_problem, limit_bytes=limit_bytes)
-        stages = Recut(problem, max_trials).improved(candidate.stages.starts)
+        cuts, starts = Recut(problem, max_trials), candidate.stages.starts
+        stages = cuts.improved(starts) if max_trials else cuts.fitted(starts)
         if stages is None:
             return candidate
         ranker = self._rankers.of(candidate.shape)

@@ -29,6 +29,7 @@ class Option:
         weight_s: The part of ``backward_s`` that makes gradients of weights alone.
         held_bytes: Kept between the two halves of a backward per micro-batch.
         host_bytes: Kept in host memory from forward to backward per micro-batch.
+        left_bytes: Made by the backward and there until that of the whole stage is done.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Option:
     weight_s: float = 0.0
     held_bytes: int = 0
     host_bytes: int = 0
+    left_bytes: int = 0
 
     def alive_bytes(self, alive: Alive, stage: int) -> int:
         """Bytes of what is in flight; the first stage does all of a backward in its second half."""
@@ -270,6 +272,28 @@ def memory_bytes(
         )
         result.append(amount + alive + transient)
     return tuple(result)
+
+
+def left_beside_bytes(
+    problem: StageProblem, starts: Sequence[int], options: Sequence[int]
+) -> tuple[int, int]:
+    """What the backward of the worst stage takes beyond its estimate, at least and at most.
+
+    The estimate takes blocks as if each were alone. A block's backward runs beside what those of
+    later blocks of its stage have left: gradients of weights take the place of what these blocks
+    had saved, and may be more. At most all of it is there when most is needed.
+    """
+    chosen = [b.options[o] for b, o in zip(problem.blocks, options, strict=True)]
+    least = most = 0
+    for low, high in bounds(starts, len(chosen)):
+        largest = max(o.transient_bytes for o in chosen[low:high])
+        left = grown = 0  # so far, without what was freed; of blocks that leave more than that
+        for option in reversed(chosen[low:high]):
+            least = max(least, left + option.transient_bytes - largest)
+            left += option.left_bytes - option.saved_bytes
+            grown += max(0, option.left_bytes - option.saved_bytes)
+        most = max(most, grown)
+    return least, most
 
 
 def least_memory_bytes(problem: StageProblem) -> int:

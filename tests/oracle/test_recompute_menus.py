@@ -33,6 +33,7 @@ from autopar.solver.recompute_problem import (
     RecomputeProblem,
     figures,
     held_bytes,
+    left_bytes,
 )
 from cost_models.liveness import liveness, saved_bytes, saved_storages
 from cost_models.offload import CopyPrice
@@ -226,6 +227,16 @@ def test_bytes_held_between_the_halves_of_backward_are_those_of_its_programs():
             found.add((seed, want))
             assert held_bytes(block.problem, [numbers[n] for n in chosen]) == want
     assert len(found) > len(SEEDS)  # what is made again matters
+
+
+def test_bytes_that_a_backward_leaves_are_those_of_what_it_makes_for_no_other_block():
+    for seed in SEEDS:
+        block = drawn(seed)
+        whole = Graph(block.inputs, block.nodes, ())
+        memory = storages(whole)
+        sent, rest = [n.name for n in block.nodes if n.phase is Phase.BACKWARD][-2:]
+        left = set(memory.of[rest]) - set(memory.of[sent])
+        assert left_bytes(block.problem) == sum(memory.bytes[s] for s in left) > 0
 
 
 # -- values in host memory ---------------------------------------------------------------------

@@ -131,6 +131,18 @@ def test_whole_blocks_are_less_even_and_no_cut_is_faster(pp: int, count: int):
     assert parts_s * 1.01 < whole_s <= best_s
 
 
+def test_cuts_that_are_only_fitted_have_the_options_of_those_that_are_run():
+    found = 0
+    for problem in with_several_stages(range(24)):
+        plans = list(every_plan(problem))
+        tight = replace(problem, limit_bytes=sorted(p.peak_bytes for p in plans)[len(plans) // 2])
+        starts = even_starts(tight)
+        fitted = Recut(tight).fitted(starts)
+        assert fitted == Recut(tight, max_trials=1).improved(starts)
+        found += fitted is not None
+    assert found >= 10
+
+
 def test_fixed_cuts_stay():
     problem = next(iter(with_several_stages(range(24))))
     starts = even_starts(problem)
