@@ -39,11 +39,18 @@ def attention_splits(plan: Plan) -> list[str]:
 
 
 def test_a_long_sequence_is_spread_over_all_devices():
-    plan = planned(16_384)
+    plan = planned(32_768)
     assert (plan.mesh.dp, plan.mesh.tp) == (1, DEVICES)
     forward, backward = attention_splits(plan)
     assert forward.startswith(QUERIES)
     assert backward.startswith("S(2) S(2) R R S(2) S(2) -> S(2) P(sum) P(sum)")
+
+
+def test_three_heads_are_split_over_three_devices_where_that_is_faster():
+    plan, spread = planned(16_384), planned(16_384, tp=DEVICES)
+    assert (plan.mesh.tp, len(plan.idle_ranks)) == (HEADS, DEVICES - HEADS)
+    assert attention_splits(plan)[0].startswith("S(1) S(1) S(1)")
+    assert plan.time_s < spread.time_s
 
 
 def test_a_short_sequence_stays_on_one():
