@@ -71,6 +71,8 @@ def shapes(analysis: Analysis) -> tuple[Shape, ...]:
     for mesh in _meshes(analysis):
         warmup = None if wish.warmup == plain_warmup(mesh.pp) else wish.warmup
         for count in _microbatch_counts(analysis, batch, mesh.dp):
+            if warmup is not None and count < max(warmup):
+                continue  # there are no more forwards than micro-batches
             found += [Shape(mesh, count, kind, warmup) for kind in _schedules(analysis, mesh)]
     if not found:
         raise _nothing(analysis, batch)
@@ -324,9 +326,17 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
                 f"constraint zero={zero_words(wish.zero)}: ZeRO splits over 2 data ranks or more, "
                 f"and {error}; or leave zero out"
             )
+    if wish.warmup is not None and (deepest := max(wish.warmup)) > 1:
+        return ConstraintError(
+            f"constraint warmup={wish.warmup}: {deepest} forwards before the first backward need "
+            f"{deepest} micro-batches or more, and {analysis.batch_words} allows none of such "
+            "numbers with the other constraints; use smaller depths, or a larger batch"
+        )
     least = f"{wish.pp or 1} stages or more"
     if (wish.virtual or 1) > 1:
         least = f"virtual={wish.virtual} on 2 pipeline ranks or more"
+    elif wish.schedule in (ScheduleKind.INTERLEAVED, ScheduleKind.ZBV):
+        least = f"schedule={wish.schedule} on 2 pipeline ranks or more"
     if isinstance(wish.zero, tuple):
         least = f"zero={zero_words(wish.zero)} for {len(wish.zero)} stages"
     return ConstraintError(

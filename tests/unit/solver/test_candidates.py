@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from autopar.cluster import parse_devices
+from autopar.errors import ConstraintError
 from autopar.plan.types import ScheduleKind
 from autopar.solver.analysis import Analysis
 from autopar.solver.candidates import MAX_MICROBATCH_COUNTS, Shape, grid, neighbours, shapes
@@ -140,3 +141,16 @@ def test_what_is_fixed_is_fixed_where_devices_idle():
     assert (4, 1, 3) in degrees("13:cpu", 16, pp=3, tp=1)
     assert {d for d, *_ in degrees("13:cpu", 16, dp=2)} == {2}
     assert all(d > 1 for d, *_ in degrees("13:cpu", 16, zero=3))
+
+
+def test_a_schedule_of_several_ranks_says_so_where_there_is_one():
+    with pytest.raises(ConstraintError, match="schedule=zbv on 2 pipeline ranks or more"):
+        shapes(analysis(schedule=ScheduleKind.ZBV, tp=4))
+
+
+def test_a_warm_up_has_no_more_forwards_than_micro_batches():
+    found = shapes(analysis(pp=2, warmup=(9, 9), schedule=ScheduleKind.ONE_F_ONE_B))
+    assert found
+    assert min(s.num_microbatches for s in found) >= 9
+    with pytest.raises(ConstraintError, match="361 forwards before the first backward"):
+        shapes(analysis(pp=2, warmup=(361, 1), schedule=ScheduleKind.ONE_F_ONE_B))
