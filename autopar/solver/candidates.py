@@ -326,7 +326,9 @@ def _nothing(analysis: Analysis, batch: int) -> ConstraintError:
                 f"constraint zero={zero_words(wish.zero)}: ZeRO splits over 2 data ranks or more, "
                 f"and {error}; or leave zero out"
             )
-    if wish.warmup is not None and (deepest := max(wish.warmup)) > 1:
+    counts = (_microbatch_counts(analysis, batch, mesh.dp) for mesh in _meshes(analysis))
+    if wish.warmup is not None and any(counts):  # nothing but the depths leaves these out
+        deepest = max(wish.warmup)
         return ConstraintError(
             f"constraint warmup={wish.warmup}: {deepest} forwards before the first backward need "
             f"{deepest} micro-batches or more, and {analysis.batch_words} allows none of such "

@@ -154,3 +154,5 @@ def test_a_warm_up_has_no_more_forwards_than_micro_batches():
     assert min(s.num_microbatches for s in found) >= 9
     with pytest.raises(ConstraintError, match="361 forwards before the first backward"):
         shapes(analysis(pp=2, warmup=(361, 1), schedule=ScheduleKind.ONE_F_ONE_B))
+    with pytest.raises(ConstraintError, match="constraints leave no plan: dp=any, tp=4, pp=2"):
+        shapes(analysis(tp=4, pp=2, warmup=(9, 9), schedule=ScheduleKind.ONE_F_ONE_B))
