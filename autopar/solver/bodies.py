@@ -341,13 +341,10 @@ class Bodies:
         if not unit:
             return [flow.count for flow in flows]
         if self._outside is None:
-            block_of, keys = self.analysis.chain.block_of, self.analysis.value_keys
-            self._outside = {
-                keys.get(ref, ref)
-                for node in self.analysis.graph.nodes
-                if unit[block_of.get(node.name, 0)] < 0 or node.name not in block_of
-                for ref in node.refs()
-            }
+            graph, keys = self.analysis.graph, self.analysis.value_keys
+            inside = {n for n, at in self.analysis.chain.block_of.items() if unit[at] >= 0}
+            rest = (node for node in graph.nodes if node.name not in inside)
+            self._outside = {keys.get(ref, ref) for node in rest for ref in node.refs()}
         outside = self._outside
         return [sum(value not in outside for value in flow.values) for flow in flows]
 

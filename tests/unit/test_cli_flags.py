@@ -15,22 +15,11 @@ from autopar.cli import main
 from autopar.cli.decisions import decisions
 from autopar.cli.flags import as_flags, in_flags
 from autopar.cli.parser import build_parser
+from tests.scripts import SMALL_NET
 
 PLAN = build_parser().parse_args(["plan", "m:f", "--devices", "1"]).flags
 REPLAN = build_parser().parse_args(["replan", "m:f", "p.json"]).flags
 KEYWORD = re.compile(r"\b[a-z]+(?:_[a-z]+)*=(?![.\d])|\b\w+_\w+ (?:is|out)\b")
-MODEL = """
-import torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(16, 32)
-        self.down = torch.nn.Linear(32, 16)
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x))).square().sum()
-def build(batch=8):
-    return Net(), {"x": torch.randn(batch, 16)}
-"""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +116,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A model, and a plan of it."""
     folder = tmp_path_factory.mktemp("flags")
     script, plan = folder / "flagged_net.py", folder / "plan.json"
-    script.write_text(MODEL)
+    script.write_text(SMALL_NET)
     path = list(sys.path)
     words = ["plan", f"{script}:build", "--devices", "2x1:h100-sxm", "-o", str(plan), "--json"]
     assert main([*words, "--dp", "2"]) == 0

@@ -13,20 +13,7 @@ from autopar.cli import main
 from autopar.plan.io import load_plan, save_plan
 from autopar.plan.types import AppliedConstraint, MeshShape
 from autopar.units import format_time
-
-MODEL = """
-import torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(16, 32)
-        self.down = torch.nn.Linear(32, 16)
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x))).square().sum()
-def build(batch=8):
-    torch.manual_seed(0)
-    return Net(), {"x": torch.randn(batch, 16)}
-"""
+from tests.scripts import SMALL_NET
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +21,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A model's name, and the file of a plan for it."""
     folder = tmp_path_factory.mktemp("small")
     script = folder / "small_net.py"
-    script.write_text(MODEL)
+    script.write_text(SMALL_NET)
     plan = folder / "plan.json"
     words = ["plan", f"{script}:build", "--devices", "2:h100-sxm", "--tp", "2", "-o", str(plan)]
     path = list(sys.path)
