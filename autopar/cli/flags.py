@@ -35,8 +35,8 @@ _UNDERSCORED = "|".join(name for name in _NAMES if "_" in name)
 _BARE = re.compile(
     rf"(?<![\w.\-'\"])(?:({_UNDERSCORED})(?![\w=.\['\"])(?! of the device)"
     rf"|(?<=constraint )({'|'.join(_NAMES)})(?=:)|(?<=leave )({'|'.join(_NAMES)})(?= out)"
-    rf"|(?<=^)({'|'.join(_NAMES)})(?= is |: ))"
-)
+    rf"|(?<=^)({'|'.join(_NAMES)})(?= is |: (?!.* -> )))"
+)  # "schedule: zbv -> 1f1b" tells what a plan has, and asks for nothing
 _TWICE = re.compile(r"(--[a-z-]+) \(\1\)")
 
 

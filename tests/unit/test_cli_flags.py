@@ -50,6 +50,8 @@ KEYWORD = re.compile(r"\b[a-z]+(?:_[a-z]+)*=(?![.\d])|\b\w+_\w+ (?:is|out)\b")
         (PLAN, "stages=['a.b', 'c']", "--stage a.b --stage c"),
         (PLAN, "constraint placements: 'x' names", "constraint --placement: 'x' names"),
         (PLAN, "leave schedule out, or", "leave --schedule out, or"),
+        (PLAN, "schedule: zbv -> 1f1b", "schedule: zbv -> 1f1b"),  # a line of a comparison
+        (PLAN, "schedule: 'x' is none", "--schedule: 'x' is none"),
         (PLAN, "memory_limit is 0 bytes", "--memory-limit is 0 bytes"),
         (
             PLAN,
